@@ -1,4 +1,4 @@
-"""Launchers, and the entry scripts that are installed with the package."""
+"""Starts runs, and holds the entry scripts that are installed with the package."""
 
 from __future__ import annotations
 

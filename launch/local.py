@@ -1,4 +1,4 @@
-"""A job rehearsed on this machine: the same command, so many ranks on the CPU, and a log as every run has."""
+"""Rehearses a job on this machine: the same command, its ranks on the CPU, and a log as every run has."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DEFAULTS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARA
 
 @dataclass(frozen=True)
 class LocalJob:
-    """What is rehearsed.
+    """Describes a job to rehearse.
 
     Attributes:
-        run_folder: logs go there.
-        ranks: of the whole job.
+        run_folder: folder for the logs.
+        ranks: number of ranks of the whole job.
         script: the training script, as ``megasched`` takes it.
-        given: what follows it, ``--rehearse`` or not.
+        given: the flags that follow it, with or without ``--rehearse``.
     """
 
     run_folder: Path
@@ -44,14 +44,14 @@ class LocalJob:
 
 
 def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[str], None]) -> int:
-    """Runs it to its end; Ctrl-C, SIGTERM and SIGKILL end it, and its ranks.
+    """Runs a job to its end; Ctrl-C, SIGTERM and SIGKILL end it, and its ranks.
 
     Args:
-        on_start: called with the log.
+        on_start: called with the path of the log.
         on_line: called with each line of the ranks.
 
     Returns:
-        The status: that of the rank that failed first, 130 after Ctrl-C or SIGTERM.
+        The exit status: that of the rank that failed first; 130 after Ctrl-C or SIGTERM.
     """
     folder = RunFolder(job.run_folder)
     log = folder.node_log(NAME, folder.begin_attempt(NAME), 0)
@@ -72,10 +72,10 @@ def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[s
 
 
 def narrow(ranks: int, facts: dict[str, Any]) -> list[str]:
-    """What this machine has too little of.
+    """Returns a warning each if this machine has too few cores or too little memory.
 
     Args:
-        facts: what the check of the job has found; empty where there was none.
+        facts: facts from the check of the job; empty where there was none.
     """
     found = []
     cores = len(os.sched_getaffinity(0))

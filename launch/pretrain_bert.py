@@ -27,7 +27,7 @@ SPECIAL_TOKENS = ("cls", "sep", "mask", "pad")
 
 
 class MaskedLMDataset(BERTMaskedWordPieceDataset):
-    """Megatron's samples by the names of Hugging Face."""
+    """Gives Megatron's samples the field names of Hugging Face."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class MaskedLMDataset(BERTMaskedWordPieceDataset):
 
 
 class MockMaskedLM(torch.utils.data.Dataset):
-    """Random tokens of random length, 15% of them masked by the last id of the vocabulary; for ``--mock-data``."""
+    """Draws random tokens of random length for ``--mock-data``, 15% of them masked by the vocabulary's last id."""
 
     def __init__(self, length: int, vocab_size: int, pad: int, samples: int, seed: int) -> None:
         self.length, self.vocab_size, self.pad = length, vocab_size, pad
@@ -74,7 +74,7 @@ class MockMaskedLM(torch.utils.data.Dataset):
 
 
 def dataset_config(args: Namespace) -> BERTMaskedWordPieceDatasetConfig:
-    """Megatron's dataset configuration, from its flags.
+    """Returns Megatron's dataset configuration, from its flags.
 
     Raises:
         ConfigError: the tokenizer lacks a special token.
@@ -96,7 +96,7 @@ def dataset_config(args: Namespace) -> BERTMaskedWordPieceDatasetConfig:
 
 
 def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Training, validation and test set of these many samples."""
+    """Returns the training, validation and test set, with these numbers of samples."""
     if args.mock_data:
         config = load_hf_config(args)
         vocab_size, _ = MASKED_LM.classes(config)
@@ -105,7 +105,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Train."""
+    """Trains the model."""
     train(MASKED_LM, datasets, tokenizer_type="BertWordPieceLowerCase")
 
 

@@ -1,8 +1,8 @@
-"""Entry script for people who have the megatron-core wheel and no Megatron-LM checkout.
+"""Trains a GPT for people who have the megatron-core wheel and no Megatron-LM checkout.
 
-It takes the flags of Megatron-LM's own pretrain_gpt.py and holds the trainer's side only: data, forward
-step, loss. The model comes from Megatron's extension point (``GPTModelConfig.builder``), which megasched
-sets; run plainly, it trains Megatron's own GPT.
+This entry script takes the flags of Megatron-LM's own pretrain_gpt.py and holds only the trainer's side: data,
+forward step, loss. The model comes from Megatron's extension point (``GPTModelConfig.builder``), which megasched
+sets; without megasched, the script trains Megatron's own GPT.
 
     torchrun ... -m megasched pretrain_gpt.py --model-schedule mysched.py --hf-model DIR <Megatron's flags>
 """
@@ -68,7 +68,7 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Raise ConfigError, naming every flag in ``args`` that this script leaves to Megatron-LM's."""
+    """Raises ConfigError, naming every flag in ``args`` that this script leaves to Megatron-LM's."""
     asked = [
         f"--{name.replace('_', '-')}: {why}" for name, why in UNSUPPORTED.items() if getattr(args, name, None)
     ]
@@ -84,17 +84,17 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def uses_batches(vp_stage: int | None) -> bool:
-    """Whether a stage needs anything of a batch: tokens (first), labels (last), or where sequences begin (all)."""
+    """Returns whether a stage needs a batch: tokens (first), labels (last), or sequence bounds (all, in SFT)."""
     return get_args().sft or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def holds_data(vp_stage: int | None) -> bool:
-    """Whether this rank reads samples: TP rank 0 of the stages that use them."""
+    """Returns whether this rank reads samples: TP rank 0 of the stages that use them does."""
     return mpu.get_tensor_model_parallel_rank() == 0 and uses_batches(vp_stage)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Megatron's dataset configuration, from its flags (core/datasets/gpt_dataset.py)."""
+    """Returns Megatron's dataset configuration, from its flags (core/datasets/gpt_dataset.py)."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
     if args.per_dataset_sequences_path is not None:
@@ -128,10 +128,10 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Train, validation and test datasets of these many samples; None each where this rank reads none.
+    """Returns the training, validation and test set of these sizes; each is None where this rank reads no samples.
 
-    Megatron calls it once per model chunk under VPP, with ``vp_stage`` by name (training/training.py), so
-    the name is part of the contract.
+    Megatron calls it once per model chunk under VPP, with ``vp_stage`` by name (training/training.py), so the name
+    is part of the contract.
     """
     args = get_args()
     print_rank_0("> building train, validation and test datasets ...")
@@ -150,17 +150,17 @@ datasets_provider.is_distributed = True
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> Batch:
-    """One micro-batch: read on TP rank 0, broadcast over TP, cut along the sequence under CP.
+    """Returns one micro-batch: read on TP rank 0, broadcast over TP, and cut along the sequence under CP.
 
     Args:
-        data_iterator: samples, None where `holds_data` is False.
-        vp_stage: which model chunk of this rank asks; None without VPP.
+        data_iterator: yields samples; None where `holds_data` is False.
+        vp_stage: number of the model chunk on this rank; None without VPP.
 
     Returns:
         ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask`` (float32), each
         [micro_batch_size, seq_length / CP], and ``attention_mask`` (bool, True = masked) or None. A stage
-        gets what it uses: the first no labels, the last no tokens, one in between nothing at all. Under ``--sft``
-        all rows are one, [1, micro_batch_size * seq_length], and every stage gets ``cu_seqlens`` [1, n + 1]
+        gets what it uses: the first no labels, the last no tokens, a middle one nothing at all. Under ``--sft``
+        all rows are joined, [1, micro_batch_size * seq_length], and every stage gets ``cu_seqlens`` [1, n + 1]
         (int32) and ``max_seqlen`` [1].
     """
     args = get_args()
@@ -199,12 +199,12 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
 def packed_seq_params(
     cu_seqlens: torch.Tensor | None, max_seqlen: torch.Tensor | None, seq_length: int
 ) -> PackedSeqParams | None:
-    """Where the sequences of a micro-batch begin, as Megatron's models take it; None where nothing is packed.
+    """Returns the bounds of a micro-batch's sequences, as Megatron's models take them; None without packing.
 
     Args:
         cu_seqlens: [1, n + 1] int32, cumulative lengths over all rows of the micro-batch, one after the other.
-        max_seqlen: [1], length of the longest.
-        seq_length: of a row.
+        max_seqlen: [1], length of the longest sequence.
+        seq_length: length of a row.
     """
     if cu_seqlens is None or max_seqlen is None:
         return None
@@ -224,7 +224,7 @@ def packed_seq_params(
 
 
 def check_loss(loss: torch.Tensor, args: Namespace) -> None:
-    """Report NaN, Inf and spikes to Megatron's rerun state machine, which tells bad data from bad hardware.
+    """Reports NaN, Inf and spikes to Megatron's rerun state machine, which tells bad data from bad hardware.
 
     It runs before the reduction over DP, so that the report names the rank. Tolerance 0: a forward repeated
     on the same rank gives the same bits.
@@ -244,7 +244,7 @@ def check_loss(loss: torch.Tensor, args: Namespace) -> None:
 
 
 def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> LossReport:
-    """Sum of the unmasked per-token losses, in the three-part form of core/pipeline_parallel/schedules.py.
+    """Sums the unmasked per-token losses, in the three-part form of core/pipeline_parallel/schedules.py.
 
     Args:
         loss_mask: [b, s], 1.0 where a token counts.
@@ -265,7 +265,7 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> LossRepor
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
-    """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
+    """Runs one model chunk on one micro-batch; returns the output, to be sent on, and a function for the loss."""
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     with straggler(bdata=True):
@@ -288,17 +288,17 @@ def forward_step(
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Ranks of one pipeline that hold the word embedding: the first, and the last if the head is tied."""
+    """Returns a pipeline's ranks that hold the word embedding: the first, and the last if the head is tied."""
     if len(pp_ranks) == 1 or get_args().untie_embeddings_and_output_weights:
         return [pp_ranks[0]]
     return [pp_ranks[0], pp_ranks[-1]]
 
 
 def main() -> None:
-    """Parse Megatron's flags and hand everything to its trainer.
+    """Parses Megatron's flags and hands everything to its trainer.
 
     Raises:
-        ConfigError: a flag was given that this script does not serve (`UNSUPPORTED`).
+        ConfigError: a flag is given that this script does not support (`UNSUPPORTED`).
     """
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})

@@ -26,14 +26,14 @@ from megasched.trainer.flags.arguments import load_hf_config
 
 
 class SpanTokenizer:
-    """A tokenizer with what Megatron's T5 data set asks for, and Hugging Face's for T5 does not say.
+    """Adds to a tokenizer what Megatron's T5 data set needs and Hugging Face's tokenizers for T5 lack.
 
     Attributes:
-        bos: what the decoder's input begins with.
-        additional_special_tokens_ids: sentinels, ``<extra_id_0>`` first.
+        bos: token with which the decoder's input begins.
+        additional_special_tokens_ids: ids of the sentinels, ``<extra_id_0>`` first.
 
     Raises:
-        ConfigError: it has no sentinels.
+        ConfigError: the tokenizer has no sentinels.
     """
 
     def __init__(self, tokenizer: Any, start: int) -> None:
@@ -52,7 +52,7 @@ class SpanTokenizer:
 
 
 class Seq2SeqDataset(T5MaskedWordPieceDataset):
-    """Megatron's samples by the names of Hugging Face."""
+    """Gives Megatron's samples the field names of Hugging Face."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ class Seq2SeqDataset(T5MaskedWordPieceDataset):
 
 
 class MockSeq2Seq(torch.utils.data.Dataset):
-    """Random sequences of random lengths; the target is the beginning of the source. For ``--mock-data``."""
+    """Draws random sequences of random lengths for ``--mock-data``; the target is the beginning of the source."""
 
     def __init__(
         self, lengths: tuple[int, int], vocab_size: int, start: int, pad: int, samples: int, seed: int
@@ -101,13 +101,13 @@ class MockSeq2Seq(torch.utils.data.Dataset):
 
 
 def decoder_start(config: Any) -> int:
-    """The token that a decoder's input begins with."""
+    """Returns the token with which a decoder's input begins, by default the padding token."""
     start = getattr(config, "decoder_start_token_id", None)
     return config.pad_token_id if start is None else start
 
 
 def dataset_config(args: Namespace) -> T5MaskedWordPieceDatasetConfig:
-    """Megatron's dataset configuration, from its flags."""
+    """Returns Megatron's dataset configuration, from its flags."""
     return T5MaskedWordPieceDatasetConfig(
         **masked_data(args),
         sequence_length_decoder=args.decoder_seq_length or args.seq_length,
@@ -118,7 +118,7 @@ def dataset_config(args: Namespace) -> T5MaskedWordPieceDatasetConfig:
 
 
 def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Training, validation and test set of these many samples."""
+    """Returns the training, validation and test set, with these numbers of samples."""
     if args.mock_data:
         config = load_hf_config(args)
         lengths = args.seq_length, args.decoder_seq_length or args.seq_length
@@ -129,7 +129,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Train."""
+    """Trains the model."""
     train(SEQ2SEQ_LM, datasets, tokenizer_type="HuggingFaceTokenizer")
 
 

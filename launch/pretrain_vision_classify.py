@@ -31,11 +31,11 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer"}
 
 
 class ImageFile(torch.utils.data.Dataset):
-    """Some images of a file, again from the first when they have all been seen; they are read one by one.
+    """Reads some images of a file one by one, and starts again from the first after the last.
 
     Args:
-        images: half-open range of them.
-        samples: how many are asked for.
+        images: half-open range of the images.
+        samples: number of samples that are asked for.
     """
 
     def __init__(self, file: str, images: tuple[int, int], samples: int) -> None:
@@ -53,7 +53,7 @@ class ImageFile(torch.utils.data.Dataset):
 
 
 class MockImages(torch.utils.data.Dataset):
-    """Noise around one random image for each class."""
+    """Draws noise around one random image for each class."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, samples: int, seed: int) -> None:
         self.shape, self.classes, self.samples, self.seed = shape, classes, samples, seed
@@ -73,10 +73,10 @@ def _sample(image: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]
 
 
 def check_file(file: str, shape: Sequence[int], classes: int) -> int:
-    """How many images there are.
+    """Checks the images of a file, and returns how many there are.
 
     Raises:
-        ConfigError: they are not what the model takes.
+        ConfigError: the model does not take them.
     """
     with open_safetensors(file, expected=IMAGES) as tensors:
         if not {"pixel_values", "labels"} <= set(tensors.keys()):
@@ -95,7 +95,7 @@ def check_file(file: str, shape: Sequence[int], classes: int) -> int:
 
 
 def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Training, validation and test set of these many samples."""
+    """Returns the training, validation and test set, with these numbers of samples."""
     config = load_hf_config(args)
     shape, (classes, _) = image_shape(config), IMAGE_CLASSIFICATION.classes(config)
     if args.mock_data:
@@ -114,7 +114,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Train."""
+    """Trains the model."""
     train(IMAGE_CLASSIFICATION, datasets, **DEFAULTS)
 
 

@@ -1,4 +1,4 @@
-"""What the entry scripts beside pretrain_gpt.py have in common: each gives its objective and its data sets.
+"""Holds what the entry scripts beside pretrain_gpt.py share; each gives its objective and its data sets.
 
 A sample is a dict of tensors: the arguments of the Hugging Face forward by their names, ``labels`` (none of them
 negative) and ``loss_mask`` (int64, 1 where a label counts), which have one shape.
@@ -33,15 +33,15 @@ TARGETS = {"labels": "int64", "loss_mask": "int64"}
 
 
 def holds_data() -> bool:
-    """Whether this rank reads samples: TP rank 0 of every stage, because every stage needs the masks."""
+    """Returns whether this rank reads samples: TP rank 0 of every stage does, as every stage needs the masks."""
     return mpu.get_tensor_model_parallel_rank() == 0
 
 
 def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Three data sets that draw different samples; None where none are wanted.
+    """Returns three data sets that draw different samples; None where no samples are wanted.
 
     Args:
-        make: of a number of samples and a seed, to which the index of a sample is added.
+        make: makes a data set from a number of samples and a seed, to which the index of a sample is added.
     """
     seeds = np.cumsum([0, *(n or 0 for n in num_samples)]).tolist()
     train, valid, test = (make(n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
@@ -49,7 +49,7 @@ def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[
 
 
 def masked_data(args: Namespace) -> dict[str, Any]:
-    """What the configurations of Megatron's masked data sets have in common, from its flags."""
+    """Returns the arguments that the configurations of Megatron's masked data sets share, from its flags."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return {
         "random_seed": args.seed,
@@ -72,10 +72,10 @@ def masked_data(args: Namespace) -> dict[str, Any]:
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, objective: Objective) -> Batch:
-    """One micro-batch: read on TP rank 0, broadcast over TP.
+    """Returns one micro-batch, read on TP rank 0 and broadcast over TP.
 
     Args:
-        data_iterator: samples, None where ``holds_data`` is False.
+        data_iterator: yields samples; None where ``holds_data`` is False.
     """
     sample = next(data_iterator) if data_iterator is not None else None
     fields = {**objective.inputs, **TARGETS}
@@ -89,7 +89,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, objective: Objective) -> Ba
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: torch.nn.Module, *, objective: Objective
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
-    """Run one model chunk on one micro-batch; what it returns goes over the wire or into the loss."""
+    """Runs one model chunk on one micro-batch; returns the output, to be sent on, and a function for the loss."""
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     with straggler(bdata=True):
@@ -101,10 +101,10 @@ def forward_step(
 
 
 def missing_flags(argv: list[str], **defaults: str) -> list[str]:
-    """Flags that stand for what the user did not say.
+    """Returns flags with the defaults that the user did not override.
 
     They go onto the command line: Megatron also parses it where no script can give a default (in-process restart),
-    and what it must know of the model is settled there.
+    and there it settles all that it must know of the model.
     """
     given = {word.partition("=")[0] for word in argv}
     wanted = {f"--{name.replace('_', '-')}": value for name, value in defaults.items()}
@@ -112,10 +112,10 @@ def missing_flags(argv: list[str], **defaults: str) -> list[str]:
 
 
 def train(objective: Objective, provider: Provider, **defaults: str) -> None:
-    """Parse Megatron's flags and hand everything to its trainer.
+    """Parses Megatron's flags and hands everything to its trainer.
 
     Args:
-        defaults: of Megatron's arguments, where the user says nothing.
+        defaults: defaults of Megatron's arguments that the user does not give.
     """
 
     def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

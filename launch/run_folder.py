@@ -1,15 +1,15 @@
-"""Where a run keeps its files, and which logs it has left.
+"""Defines where a run keeps its files, and finds the logs that it has left.
 
 ::
 
     RUN/
       job.sbatch                              the batch script of Slurm
-      job.sh                                  what torchrun's launcher runs on each host
-      job.json                                what the launcher knew
-      logs/<name>.log                         what the batch script printed, all restarts of it
-      logs/<name>-<restart>/node-<n>.log      what the ranks of one node printed
+      job.sh                                  the script that torchrun's launcher runs on each host
+      job.json                                the launcher's description of the job
+      logs/<name>.log                         output of the batch script, over all its restarts
+      logs/<name>-<restart>/node-<n>.log      output of the ranks of one node
 
-``<name>`` is Slurm's job id, or what another launcher calls itself (``torchrun``, ``local``); ``<restart>`` counts
+``<name>`` is Slurm's job id, or the name of another launcher (``torchrun``, ``local``); ``<restart>`` counts
 from 0.
 """
 
@@ -37,12 +37,12 @@ SUFFIXES = (".log", ".out")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job's processes: the first, or a restart.
+    """Represents one start of a job's processes: the first, or a restart.
 
     Attributes:
-        name: of the job.
-        restart: 0 for the first start.
-        logs: of its nodes, or the one log of a run on one machine.
+        name: name of the job.
+        restart: number of the restart; 0 for the first start.
+        logs: logs of its nodes, or the one log of a run on one machine.
     """
 
     name: str
@@ -52,31 +52,31 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run by the names that the launchers use."""
+    """Gives the paths in the folder of a run, by the names that the launchers use."""
 
     path: Path
 
     @property
     def script(self) -> Path:
-        """The batch script."""
+        """Returns the path of the batch script."""
         return self.path / "job.sbatch"
 
     @property
     def host_script(self) -> Path:
-        """What runs on each host where there is no Slurm."""
+        """Returns the path of the script that runs on each host where there is no Slurm."""
         return self.path / "job.sh"
 
     @property
     def description(self) -> Path:
-        """What the launcher knew, as JSON."""
+        """Returns the path of the launcher's description of the job, in JSON."""
         return self.path / "job.json"
 
     def describe(self, known: Mapping[str, Any]) -> None:
-        """Writes down what the launcher knows: how the job was asked for, and the ids it has (``jobs``)."""
+        """Writes the launcher's description of the job: how it was asked for, and the ids it has (``jobs``)."""
         write_whole(self.description, [json.dumps(known, indent=2), "\n"])
 
     def described(self) -> dict[str, Any]:
-        """What the launcher knew; nothing where no launcher has made the folder."""
+        """Returns the launcher's description of the job; empty where no launcher has made the folder."""
         if not os.path.lexists(self.description):
             return {}
         return read_json(self.description, DESCRIPTION, {"jobs?": [str | int]})
@@ -86,19 +86,19 @@ class RunFolder:
         return self.path / "logs"
 
     def batch_log(self, name: str) -> Path:
-        """What the batch script prints."""
+        """Returns the path of the batch script's output."""
         return self.logs / f"{name}.log"
 
     def attempt_folder(self, name: str, restart: int) -> Path:
-        """Where the nodes of one start write."""
+        """Returns the folder into which the nodes of one start write."""
         return self.logs / f"{name}-{restart}"
 
     def node_log(self, name: str, restart: int, node: int) -> Path:
-        """What the ranks of one node print; ``node`` counts the job's nodes from 0."""
+        """Returns the path of the output of one node's ranks; ``node`` counts the job's nodes from 0."""
         return self.attempt_folder(name, restart) / f"node-{node}.log"
 
     def begin_attempt(self, name: str) -> int:
-        """Makes the folder of the next start of a job; returns the start's number."""
+        """Makes the folder of the next start of a job, and returns the start's number."""
         found = [ATTEMPT.fullmatch(folder.name) for folder in self.logs.glob("*-*/")]
         numbers = [int(match["restart"]) for match in found if match and match["name"] == name]
         restart = max(numbers, default=-1) + 1
@@ -111,7 +111,7 @@ class RunFolder:
                 return restart
 
     def attempts(self) -> list[Attempt]:
-        """The starts that have left logs, the oldest first; of jobs, the one that wrote last comes last."""
+        """Returns the starts that have left logs, the oldest first; those of the job that wrote last come last."""
         found = []
         for folder in self.logs.glob("*-*/"):
             match = ATTEMPT.fullmatch(folder.name)
@@ -129,12 +129,12 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class RunLogs:
-    """The logs of a run.
+    """Holds the paths of a run's logs.
 
     Attributes:
-        path: what was asked for: the folder, or a log.
+        path: the folder or log that was asked for.
         attempts: the oldest first; at least one.
-        batch_logs: what batch scripts printed, beside their attempts.
+        batch_logs: outputs of batch scripts, beside those of their attempts.
     """
 
     path: Path
@@ -143,18 +143,18 @@ class RunLogs:
 
     @property
     def paths(self) -> list[Path]:
-        """All logs, the newest attempt last."""
+        """Returns all logs, those of the newest attempt last."""
         return [*self.batch_logs, *(path for attempt in self.attempts for path in attempt.logs)]
 
 
 def find_logs(path: Path) -> RunLogs:
-    """The logs of a run.
+    """Returns the logs of a run.
 
     Args:
         path: a run's folder, another folder with ``*.log`` or ``*.out`` files of one run, or one log.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no logs.
     """
     if is_regular(path):
         return RunLogs(path, (Attempt(path.stem, 0, (path,)),))

@@ -1,4 +1,4 @@
-"""Run the ranks of a job as a child, keep its output in a file, and leave none of them behind."""
+"""Runs the ranks of a job as a child process, keeps its output in a file, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ INTERRUPTED = 130
 def run_watched(
     command: Sequence[str], *, env: Mapping[str, str], log_path: Path, on_line: Callable[[str], None]
 ) -> int:
-    """Run ``command`` to its end, its stdout and stderr written to ``log_path`` and handed on line by line.
+    """Runs ``command`` to its end, with stdout and stderr written to ``log_path`` and passed on line by line.
 
     Ctrl-C and SIGTERM end the command, and with it the ranks that it started.
 
     Args:
         command: the launcher, e.g. torchrun, with its arguments.
         env: the whole environment.
-        log_path: overwritten.
+        log_path: file for the output; overwritten.
         on_line: called with each line as it comes, without its line end.
 
     Returns:
@@ -62,7 +62,7 @@ def run_watched(
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt`` in the main thread, as Ctrl-C does."""
+    """Runs its body with SIGTERM raising ``KeyboardInterrupt`` in the main thread, as Ctrl-C does."""
     previous = signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         yield
@@ -71,7 +71,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """End a launcher and its ranks; nothing to do when it has ended by itself."""
+    """Ends a launcher and its ranks; does nothing when the launcher has ended by itself."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -85,7 +85,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """The last lines of a file."""
+    """Returns the last lines of a file."""
     return "".join(deque(log_lines(path), maxlen=lines)).rstrip("\n")
 
 

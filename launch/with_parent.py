@@ -1,9 +1,9 @@
-"""A command that gets SIGTERM when the process that started it is gone, were it by SIGKILL. Linux.
+"""Runs a command that gets SIGTERM when the process that started it is gone, even by SIGKILL (Linux only).
 
     python -m megasched.launch.with_parent PARENT_PID COMMAND ...
 
-A process of its own, which becomes the command: between a fork and the program no Python can run safely where the
-parent has threads.
+It is a separate process, which becomes the command: where the parent has threads, no Python can run safely between
+a fork and the program.
 """
 
 from __future__ import annotations

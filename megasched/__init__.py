@@ -1,4 +1,4 @@
-"""megasched: schedules unmodified Hugging Face models into Megatron-LM's layers and trainer.
+"""Schedules unmodified Hugging Face models into Megatron-LM's layers and trainer.
 
 As a library, on any ``nn.Module``::
 
@@ -7,7 +7,7 @@ As a library, on any ``nn.Module``::
     sch["model.layers.*.mlp.down_proj"].shard("weight", axis=1)
     model = megasched.build(sch)
 
-Importing the package is light: torch, transformers and Megatron are imported by what is used.
+Importing the package is light: torch, transformers and Megatron are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m megasched``."""
+"""Runs megasched's command line as ``python -m megasched``."""
 
 from megasched.cli.main import main
 

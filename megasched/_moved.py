@@ -1,4 +1,4 @@
-"""Modules that documents named where they stood before: they can be imported for one release more, and say so."""
+"""Keeps moved modules importable under their documented old names for one more release, with a warning."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def keep_old_names() -> None:
-    """Has old names found where nothing else is."""
+    """Registers a finder, behind all others, that imports the modules in ``MOVED`` under their old names."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.append(_Moved())

@@ -1,4 +1,4 @@
-"""The one way to change an attribute of someone else's module: named, checked, undoable."""
+"""Changes attributes of other packages' modules: addressed by name, checked and undoable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 
 def locate(target: str) -> tuple[Any, str]:
-    """Owner and last name of ``"module:attr"`` or ``"module:Class.attr"``; the owner's module is imported.
+    """Imports the module of ``"module:attr"`` or ``"module:Class.attr"``; returns the attribute's owner and name.
 
     Raises:
         ConfigError: the module can't be imported or an attribute on the way does not exist.
@@ -36,7 +36,7 @@ def locate(target: str) -> tuple[Any, str]:
 
 
 def resolve(target: str) -> Any:
-    """What ``target`` names now.
+    """Returns the current value of the attribute that ``target`` names.
 
     Raises:
         ConfigError: nothing has that name.
@@ -49,14 +49,14 @@ def resolve(target: str) -> Any:
 
 
 def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> Undo:
-    """Sets ``target`` to ``value`` and returns what puts the old state back.
+    """Sets ``target`` to ``value`` and returns a function that restores the old state.
 
     Args:
         target: ``"module:attr"`` or ``"module:Class.attr"``; it must exist.
         value: the new attribute.
         rebind: packages, e.g. ``("megatron",)``, in whose loaded modules a copy made by
-            ``from module import attr`` is changed too (and, at undo, changed back, modules that were
-            loaded in between included).
+            ``from module import attr`` is changed too. The undo changes copies back as well, also in modules
+            that were loaded in between.
 
     Raises:
         ConfigError: the target does not exist.
@@ -79,7 +79,7 @@ def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> U
 
 
 def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] = ()) -> Undo:
-    """Has ``end`` called whenever the function ``target`` has ended, by an error too; returns what undoes it.
+    """Wraps the function ``target`` so that ``end`` is called when it returns or raises; returns the undo.
 
     Args:
         rebind: as for `set_attribute`.

@@ -1,4 +1,4 @@
-"""The entry scripts that are installed with the package."""
+"""Finds the entry scripts that are installed with the package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ BUNDLED_SCRIPTS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pre
 
 
 def bundled_script(name: str) -> Path | None:
-    """Finds the entry script of that name that megasched brings along.
+    """Returns the path of an entry script that is installed with megasched.
 
     Args:
-        name: what the user typed, e.g. ``pretrain_gpt.py``; with folders in it, it names the user's own file.
+        name: as the user typed it, e.g. ``pretrain_gpt.py``; with folders in it, it names the user's own file.
 
     Returns:
-        Its absolute path, or None when megasched brings no script of that name.
+        Its absolute path, or None when megasched has no script of that name.
     """
     spec = find_spec("megasched.launch") if name in BUNDLED_SCRIPTS else None
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent / name

@@ -1,4 +1,4 @@
-"""Python's collector of garbage, kept from looking at the same objects again and again."""
+"""Pauses Python's garbage collector where it would scan the same objects again and again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """In which nothing is collected; what is no longer referred to is freed as ever.
+    """Runs its body with the garbage collector off; objects without references are freed as ever.
 
-    For what makes many objects that all stay, and nothing large: a copy on meta, a run on meta. The collector
-    would look at them again and again for nothing, which took a quarter of the time of a plan of 126 layers.
+    It is for code that makes many objects that all stay, and nothing large: a copy on meta, a run on meta. The
+    collector would scan them again and again for nothing: a quarter of the time of a plan of 126 layers.
     """
     was_on = gc.isenabled()
     gc.disable()

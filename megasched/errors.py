@@ -1,4 +1,4 @@
-"""The errors users see: each says what is wrong, where, and what would be right."""
+"""Defines the errors users see: each says what is wrong, where, and what would be right."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 
 class MegaschedError(Exception):
-    """Base of every error that megasched raises on purpose."""
+    """Serves as the base of every error that megasched raises on purpose."""
 
 
 class ConfigError(MegaschedError):
-    """Flags, files or the HF config can't be used as given."""
+    """Reports that flags, files or the HF config can't be used as given."""
 
 
 class CheckpointError(MegaschedError):
-    """A checkpoint or weight folder does not fit the model."""
+    """Reports that a checkpoint or weight folder does not fit the model."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a schedule.
+    """Describes one thing that is wrong with a schedule.
 
     Attributes:
         what: the fault in one sentence, e.g. ``TP 3 does not divide 4 attention heads``.
@@ -40,11 +40,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Declined:
-    """Something that was asked or looked for and is not done, which is no fault.
+    """Describes a requested or possible change that is not made, which is no fault.
 
     Attributes:
         reason: why, in words that can follow a colon.
-        path: of the module that it is about.
+        path: path of the module that it is about.
         source: ``file:line`` of the schedule call that asked for it; empty when nobody asked.
     """
 
@@ -61,13 +61,13 @@ NAMED_MODULES = 3
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names as text, with the number of names left out."""
     more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""
     return f"{', '.join(names[:NAMED_MODULES])}{more}"
 
 
 def describe(problem: Problem, modules: Sequence[str]) -> str:
-    """A problem that several modules share, as lines of text."""
+    """Returns a problem that several modules share, as lines of text."""
     lines = [problem.what]
     if modules:
         title = "module" if len(modules) == 1 else "modules"
@@ -80,7 +80,7 @@ def describe(problem: Problem, modules: Sequence[str]) -> str:
 
 
 class ScheduleError(MegaschedError):
-    """The schedule can't be built; carries every problem found, not only the first."""
+    """Reports that the schedule can't be built; carries every problem found, not only the first."""
 
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files and folders so that they are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megasched.errors import ConfigError
 
 
 def write_whole(path: Path, pieces: Iterable[str]) -> None:
-    """Writes text beside the file and renames it, so that nobody reads half of it.
+    """Writes text to a file beside ``path`` and renames it, so that nobody reads half of it.
 
     Args:
-        path: its folder must exist; what is there is replaced.
-        pieces: of the text, in order.
+        path: its folder must exist; an existing file is replaced.
+        pieces: pieces of the text, in order.
 
     Raises:
         OSError: it can't be written; nothing is left behind then.
@@ -35,7 +35,7 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write to, beside ``path``; when all went well it becomes ``path``, else it is removed.
+    """Runs its body with a folder beside ``path``, which becomes ``path`` on success and is removed on an error.
 
     Raises:
         ConfigError: there is something at ``path`` already, or it can't be written, now or later.
@@ -59,7 +59,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises ConfigError when so many bytes do not fit the file system of a folder."""
+    """Raises ConfigError when ``needed`` bytes do not fit the file system of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(f"{folder.parent}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")

@@ -1,4 +1,4 @@
-"""What a command prints under ``--json``: one object, and nothing else."""
+"""Prints the one JSON object of a command under ``--json``, and keeps all else off standard output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def json_only(wanted: bool) -> Iterator[None]:
-    """Under ``--json``, whatever prints while a command works goes to standard error.
+    """Runs its body with standard output redirected to standard error if ``wanted``, as under ``--json``.
 
     Schedules, spaces and the code of models are other people's, and may print.
     """
@@ -24,7 +24,7 @@ def json_only(wanted: bool) -> Iterator[None]:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Prints one object, to be read by any parser: a number that is not finite is null."""
+    """Prints one object that any JSON parser can read; a number that is not finite becomes null."""
     print(json.dumps(_finite(found), indent=1, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""The process that started this one, whose end is to be this one's. Linux."""
+"""Ends this process when the process that started it ends. Linux only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(sent: signal.Signals) -> None:
-    """Has the kernel send this process a signal when the one that started it is gone."""
+    """Asks the kernel to send this process a signal when its parent process is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, sent):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,6 +1,6 @@
-"""Slurm's programs: how they are called, how long they may take, and what its words for a job's state mean.
+"""Calls Slurm's programs with time limits, and sorts its words for a job's state.
 
-Nothing else calls them or sorts states.
+No other module calls them or sorts states.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NOT_REACHED = ("Unable to contact slurm controller", "Connection refused", "tim
 
 
 class NoAnswerError(ConfigError):
-    """A program of Slurm's is there, and does not reach Slurm in time."""
+    """Reports that one of Slurm's programs is installed but does not reach Slurm in time."""
 
 
 class Ended(NamedTuple):
-    """A program that has ended; what it printed, and its exit status."""
+    """Holds the output and the exit status of a program that has ended."""
 
     out: str
     err: str
@@ -43,17 +43,17 @@ class Ended(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Its errors in one line, or its status."""
+        """Returns the program's errors in one line, or its exit status if it printed none."""
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in self.err.splitlines() if line]
         return "; ".join(lines) or f"status {self.status}"
 
 
 def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: str = "") -> Ended:
-    """Runs a program of Slurm's.
+    """Runs one of Slurm's programs to its end.
 
     Args:
         words: its name and arguments.
-        remedy: for the error where there is no such program.
+        remedy: text that the error adds when the program can't be started.
 
     Raises:
         ConfigError: it can't be started.
@@ -75,17 +75,17 @@ def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: st
 
 
 def submit(arguments: Sequence[str], *, remedy: str = "") -> Ended:
-    """``sbatch``; see ``call``."""
+    """Runs ``sbatch``; see ``call``."""
     return call(["sbatch", *arguments], seconds=SECONDS_TO_SUBMIT, remedy=remedy)
 
 
 def job_id(submitted: Ended) -> str:
-    """Of what ``sbatch --parsable`` printed: ``ID`` or ``ID;CLUSTER``."""
+    """Returns the job id in the output of ``sbatch --parsable``, which is ``ID`` or ``ID;CLUSTER``."""
     return submitted.out.partition(";")[0].strip()
 
 
 def cancel(job: str) -> str:
-    """``scancel``; why it did not work, empty if it did."""
+    """Cancels a job with ``scancel`` and returns why that failed; empty if it worked."""
     try:
         ended = call(["scancel", job])
     except ConfigError as error:
@@ -94,7 +94,7 @@ def cancel(job: str) -> str:
 
 
 def queue_state(job: str) -> str:
-    """By the queue; empty for a job that is not in it (any more).
+    """Returns a job's state in the queue; empty for a job that is not in it (any more).
 
     Raises:
         ConfigError, NoAnswerError: as ``call``.
@@ -104,8 +104,10 @@ def queue_state(job: str) -> str:
 
 
 def state_and_status(job: str) -> tuple[str, int]:
-    """State and exit status (negative: a signal): by the accounting, or by the queue where that knows nothing; no
-    state if neither does.
+    """Returns a job's state and exit status, which is negative for a signal.
+
+    Both are from the accounting; where that knows nothing, the state is the queue's and the status 0. The state is
+    empty if neither has one.
 
     Raises:
         NoAnswerError: Slurm can't be reached now.
@@ -124,7 +126,7 @@ def state_and_status(job: str) -> tuple[str, int]:
 
 
 class Life(Enum):
-    """What a job's state means to who waits for it."""
+    """Classifies a job's state by what it means to a process that waits for the job."""
 
     WAITS = "waits"
     RUNS = "runs"
@@ -133,9 +135,10 @@ class Life(Enum):
 
 
 def life(state: str) -> Life:
-    """
+    """Returns what a job's state means to a process that waits for the job.
+
     Args:
-        state: Slurm's word; empty where it tells none.
+        state: Slurm's word; empty where Slurm gives none.
     """
     if not state:
         return Life.UNKNOWN
@@ -145,7 +148,7 @@ def life(state: str) -> Life:
 
 
 def has_processes(job: str) -> bool:
-    """Whether a job is known to have processes that go on; False where Slurm does not say."""
+    """Returns whether a job is known to have processes that go on; False where Slurm does not say."""
     try:
         state = queue_state(job)
     except ConfigError:

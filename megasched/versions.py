@@ -1,4 +1,4 @@
-"""Versions of other packages that megasched is known to work with; ``pyproject.toml`` says the same to pip."""
+"""Lists the supported versions of other packages; ``pyproject.toml`` says the same to pip."""
 
 MEGATRON = ">=0.19,<0.20"
 TRANSFORMERS = ">=5.17,<5.25"

@@ -1,6 +1,8 @@
-"""This is the schedule that ``--model-schedule auto`` runs: every role is cut as ``ROLES`` says, and Megatron's
-own layers come where they can stand for the definition's and do what was asked for (8 bits, overlap) or have
-experts."""
+"""Defines the schedule of ``--model-schedule auto``, which shards every role by ``ROLES``.
+
+It uses Megatron's own layers where they can replace the definition's, if they have experts or if the job asks for
+8 bits or overlap.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def schedule(sch: Schedule, layout: ParallelDims) -> None:
-    """Shards all that the adapter gives a role; stages are balanced and recompute follows Megatron's flags."""
+    """Shards all modules with a role; stages are balanced, and recompute follows Megatron's flags."""
     for path, role in sch.roles.role.items():
         cut = ROLES[role]
         if role == "moe.experts" and layout.ep > 1:
@@ -42,7 +44,10 @@ def schedule(sch: Schedule, layout: ParallelDims) -> None:
 
 
 def _takes_layers(block: LayerSpec, layout: ParallelDims) -> bool:
-    """Says whether layers with experts are for Megatron's, which keeps less. It takes packed sequences as one row,
-    and Transformer Engine has no window under context parallelism unless a flag says how."""
+    """Returns whether layers with experts become Megatron's, which keep less memory.
+
+    They do not with packed sequences, which Megatron takes as one row, nor with windows under context parallelism,
+    which Transformer Engine has only with some flags.
+    """
     windows = any(window is not None for window in block.attention.windows)
     return not layout.packed_sequences and not (layout.cp > 1 and windows)

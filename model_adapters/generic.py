@@ -1,7 +1,7 @@
-"""The generic adapter reads HF's own tensor-parallel plan as roles.
+"""Reads HF's own tensor-parallel plan as roles.
 
 transformers keeps a plan per architecture (``model.tp_plan``: path pattern -> style). The table of styles
-is total: a style that is not in it is an error, never ignored. What no plan cuts stays whole here;
+is complete: a style that is not in it is an error, never ignored. Modules that no plan shards stay whole here;
 ``megasched.analysis.roles.infer`` looks for more.
 """
 
@@ -66,10 +66,10 @@ LEAVES: dict[str, dict[str, str]] = {
 
 
 def read_plan(model: nn.Module) -> Roles:
-    """Reads the roles of a definition off its HF plan; its embedding and head have theirs with or without one.
+    """Returns the roles of a definition by its HF plan; its embedding and head have theirs even without a plan.
 
     Raises:
-        ConfigError: the plan names a style that is not known.
+        ConfigError: the plan names an unknown style.
     """
     config: Any = model.config
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if style is not None}
@@ -102,7 +102,10 @@ def read_plan(model: nn.Module) -> Roles:
 
 
 def _why_ends_whole(model: nn.Module) -> str:
-    """Says why neither the embedding nor the head can be cut, being tied to what is not; empty where they can."""
+    """Returns why embedding and head can't be sharded; empty if they can.
+
+    They can't if another module shares one of their parameters.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(p) for end in (embedding, head) if end is not None for p in end.parameters(recurse=False)}
     others = (module for module in model.modules() if module is not embedding and module is not head)
@@ -126,7 +129,7 @@ def _role(path: str, module: nn.Module, cut: str | None, model: nn.Module) -> st
 
 
 def head_counts(role: Mapping[str, str], config: Any) -> dict[str, int]:
-    """Counts the heads in the output of each projection to q, k or v, as HF configs count them."""
+    """Returns the heads in the output of each projection to q, k or v, and of ``attn.out``, by HF's config."""
     config = text_config(config)
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None) or queries

@@ -1,7 +1,7 @@
-"""The registry knows of each HF architecture what can't be read off it, and finds it by the config's model type.
+"""Registers adapters, which hold facts about HF architectures, and finds them by the config's model type.
 
-An adapter is data first: globs over module paths give roles, and what a role needs beyond that follows from
-the HF config. Megasched's own lie in ``families``, one family a file. Third parties register theirs through the
+An adapter is data first: globs over module paths give roles, and other facts about a role follow from the HF
+config. Megasched's own are in ``families``, one family per file. Third parties register theirs through the
 entry point group ``megasched.model_adapters`` (a module-level ``Adapter``, or a list of them).
 """
 
@@ -41,24 +41,24 @@ GROUP = "megasched.model_adapters"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter says what must be known of one family of architectures.
+    """Holds the facts about one family of architectures.
 
-    What Megatron's own modules can stand for (level ``block``) is said by facts that its definitions do not show,
-    or by a function of the definition that gives the spec, or the reason why there is none. What is left out is
-    taken from megasched's own adapter for the model type, if there is one.
+    For Megatron's own modules (level ``block``), it holds facts that the definitions do not show, or a function of
+    the definition that returns the spec, or the reason why there is none. Missing ones are taken from megasched's
+    own adapter for the model type, if there is one.
 
     Attributes:
-        model_types: ``config.model_type`` values it is for, e.g. ``("gpt2",)``.
+        model_types: values of ``config.model_type``, e.g. ``("gpt2",)``.
         roles: glob over module paths -> role, e.g. ``{"*.mlp.c_proj": "mlp.down"}``; None: HF's own plan gives
-            them, and what it lacks is inferred.
-        packed: role -> function of the HF config that gives the sizes of the projections packed into it.
+            them, and missing ones are inferred.
+        packed: role -> function of the HF config that returns the sizes of the projections packed into it.
         local_attributes: glob over module paths -> attributes that count this rank's heads or features.
         layer: of its decoder layers, for Megatron's ``TransformerLayer``.
         attention: of its attention, and the norms of its layers, for Megatron's ``SelfAttention``.
         moe: of its mixtures of experts, for Megatron's ``MoELayer``.
-        mlps: function that says of each module that looks like an MLP how Megatron's can stand for it, or why it
-            can't; by default it tries them with numbers.
-        block, mixture: what ``layer`` and ``moe`` were called in earlier releases.
+        mlps: function that returns for each module that looks like an MLP its spec, or why Megatron's can't
+            replace it; by default it tries them with numbers.
+        block, mixture: names of ``layer`` and ``moe`` in earlier releases.
     """
 
     model_types: tuple[str, ...]
@@ -81,11 +81,11 @@ class Adapter:
                 object.__setattr__(self, new, given)
 
     def bind(self, model: nn.Module) -> Roles:
-        """Says what this adapter knows of one definition.
+        """Returns the roles and specs of one definition.
 
         Raises:
-            ConfigError: a glob of the adapter matches no module, which means that the definition has moved on; or
-                HF's plan has a style that is not known.
+            ConfigError: a glob of the adapter matches no module, so the definition must have changed; or
+                HF's plan has an unknown style.
         """
         attention = self._attention(model)
         return replace(
@@ -147,13 +147,13 @@ class Adapter:
 
 
 def _or_declined(found: Any) -> Any:
-    """What was read off a definition; the words why nothing was, as what they are."""
+    """Returns a reason as ``Declined``, and a spec unchanged."""
     return Declined(found) if isinstance(found, str) else found
 
 
 @cache
 def _families() -> dict[str, tuple[Adapter, str]]:
-    """Maps model types to megasched's own adapters, and where they come from."""
+    """Returns megasched's own adapters with their origins, by model type."""
     found = {}
     for file in iter_modules(families.__path__):
         name = f"{families.__name__}.{file.name}"
@@ -165,13 +165,13 @@ def _families() -> dict[str, tuple[Adapter, str]]:
 
 
 def own_adapters() -> dict[str, Adapter]:
-    """Maps model types to megasched's own adapters; ``ADAPTER`` of a family's file may be a list of them."""
+    """Returns megasched's own adapters by model type; ``ADAPTER`` of a family's file may be a list of them."""
     return {model_type: adapter for model_type, (adapter, _) in _families().items()}
 
 
 @cache
 def _installed() -> dict[str, tuple[Adapter, str]]:
-    """Maps model types to adapters that give roles, or are another package's; and to where they come from."""
+    """Returns adapters with roles, and all of other packages, with their origins, by model type."""
     found = {model_type: own for model_type, own in _families().items() if own[0].roles is not None}
     for point in entry_points(group=GROUP):
         if point.dist is not None and point.dist.name == "megasched":
@@ -210,16 +210,16 @@ def _load(point: EntryPoint) -> Sequence[Adapter]:
 
 
 def _origin(point: EntryPoint) -> str:
-    """Says which entry point it is, and of which package, as errors name it."""
+    """Returns the entry point and its package, as errors name them."""
     package = "a package without metadata" if point.dist is None else f"{point.dist.name} {point.dist.version}"
     return f"{point.name} = {point.value} of {package}"
 
 
 def load_adapter(file: str | Path) -> Adapter:
-    """Loads ``ADAPTER`` of a Python file that no package registers.
+    """Loads ``ADAPTER`` from a Python file that no package registers.
 
     Raises:
-        ConfigError: the file can't be run, or has none.
+        ConfigError: the file can't be run, or has no ``ADAPTER``.
     """
     try:
         found = runpy.run_path(str(file)).get("ADAPTER")
@@ -236,7 +236,7 @@ _USED: list[Adapter] = []
 
 @contextmanager
 def using(adapter: Adapter) -> Iterator[None]:
-    """Has an adapter found for its model types, whatever is installed, while the block lasts."""
+    """Runs its body with an adapter that takes precedence over installed ones for its model types."""
     _USED.append(adapter)
     try:
         yield
@@ -245,7 +245,7 @@ def using(adapter: Adapter) -> Iterator[None]:
 
 
 def find_adapter(model_type: str) -> Adapter | None:
-    """Finds the adapter for this model type; None if there is none.
+    """Returns the adapter for this model type, or None if there is none.
 
     Raises:
         ConfigError: a package's adapter can't be imported, or two are for one model type.
@@ -258,23 +258,25 @@ def find_adapter(model_type: str) -> Adapter | None:
 
 
 def has_roles(model_type: str) -> bool:
-    """Says whether an adapter gives the roles of this model type; else they are HF's plan's, and inferred."""
+    """Returns whether an adapter gives the roles of this model type; else HF's plan and inference do."""
     adapter = find_adapter(model_type)
     return adapter is not None and adapter.roles is not None
 
 
 def adapter_origin(model_type: str) -> str:
-    """Says where the adapter with roles for this model type comes from: ``mine = module:NAME of package 1.0``; or
-    empty."""
+    """Returns the origin of an installed adapter for this model type; empty if there is none.
+
+    Example: ``mine = module:NAME of package 1.0``.
+    """
     found = _installed().get(model_type)
     return found[1] if found else ""
 
 
 def roles_of(model: nn.Module) -> Roles:
-    """Says what is known of a definition: by an adapter with roles, or else by HF's plan (see ``generic.py``).
+    """Returns the roles of a definition, from an adapter with roles or else from HF's plan (see ``generic.py``).
 
     Raises:
-        ConfigError: the adapter does not fit the definition, or HF's plan has a style that is not known.
+        ConfigError: the adapter does not fit the definition, or HF's plan has an unknown style.
     """
     model_type = getattr(model.config, "model_type", "")
     adapter = find_adapter(model_type) or Adapter((model_type,))
@@ -291,8 +293,10 @@ def roles_of(model: nn.Module) -> Roles:
 
 
 def _that_can_be_cut(model: nn.Module, roles: Roles) -> Roles:
-    """Leaves out the roles by which modules would be cut that compute something else; they stay whole, and so does
-    what is tied to one."""
+    """Returns the roles without those of modules that can't be sharded because they compute something else.
+
+    Such modules stay whole, and so do modules that are tied to one.
+    """
     cut = {path: model.get_submodule(path) for path, name in roles.role.items() if ROLES[name] is not None}
     reasons = {path: why for path, module in cut.items() if (why := _why_whole(module, ROLES[roles.role[path]]))}
     whole = {id(parameter): path for path in reasons for parameter in cut[path].parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Runtime changes to other people's modules, each declared in one file and listed by ``megasched doctor``."""
+"""Changes other packages' modules at run time; each change has one file, and ``megasched doctor`` lists them."""
 
 from megasched.patches.registry import Patch, active, apply, available, undo
 

@@ -1,4 +1,4 @@
-"""Resuming the distributed optimizer when neither Transformer Engine nor NVIDIA apex provides Adam.
+"""Fixes resuming the distributed optimizer when neither Transformer Engine nor NVIDIA apex provides Adam.
 
 With torch's AdamW, megatron-core 0.19 can't resume from a torch_dist checkpoint, or resumes wrong:
 
@@ -7,8 +7,8 @@ With torch's AdamW, megatron-core 0.19 can't resume from a torch_dist checkpoint
   for it there too (KeyError in ``fully_reshardable``), or writes the fresh one over the loaded one
   (``dp_reshardable``);
 * all parameters get the same ``step`` tensor, so that each in-place ``step += 1`` counts for all of them;
-* of a pipeline stage without experts, the experts' optimizer has no parameters and so no ``step``, which
-  ``state_dict`` asserts as well; and what rank 0 saves is what every rank loads.
+* on a pipeline stage without experts, the experts' optimizer has no parameters and so no ``step``, which
+  ``state_dict`` asserts as well; and every rank loads the state that rank 0 saved.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _is_empty(optimizer: Any) -> bool:
 
 
 def _count_steps(optimizer: Any) -> None:
-    """Lets an optimizer without parameters have a ``step`` as the others have."""
+    """Gives an optimizer without parameters a ``step``, which counts as in optimizers with parameters."""
     import torch
 
     optimizer.state[_NOTHING] = {"step": torch.tensor(0.0)}

@@ -1,8 +1,8 @@
-"""Checkpoints in ``fully_reshardable`` of a distributed optimizer whose gradients are in several buckets.
+"""Fixes ``fully_reshardable`` checkpoints of a distributed optimizer with gradients in several buckets.
 
-Each bucket ends with padding, up to a multiple of the DP size. What the DP ranks hold is put together without
-that padding, but megatron-core 0.19 cuts parameters out of it at their places in the buffer, which has it:
-all parameters past the first padded bucket are written with the states of others, or with zeros.
+Each bucket ends with padding, up to a multiple of the DP size. The states of the DP ranks are put together
+without that padding, but megatron-core 0.19 cuts parameters out of them at their places in the buffer, which has
+it: all parameters past the first padded bucket are written with the states of others, or with zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _change() -> Undo:
 
 @contextmanager
 def _places_without_padding(buffers: list[Any]) -> Iterator[None]:
-    """Inside, parameters have the places that they have where no bucket ends with padding."""
+    """Runs its body with parameters at the places that they have where no bucket ends with padding."""
     before = [buffer.param_index_map for buffer in buffers]
     for buffer in buffers:
         padding = (bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
@@ -55,7 +55,7 @@ def _unneeded() -> str | None:
 
 
 def written_of_a_second_bucket() -> float:
-    """What the installed Megatron writes of a parameter that follows a padded bucket; 2 is right.
+    """Returns the value that the installed Megatron writes for a parameter after a padded bucket; 2 is right.
 
     Raises:
         ConfigError: it does not take the buffers that this version is known to have.

@@ -1,4 +1,4 @@
-"""``--eval-micro-batch-size`` under tensor parallelism: every rank makes room for the rows that are sent."""
+"""Makes every TP rank allocate the rows that are sent in validation under ``--eval-micro-batch-size``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checkpoints of the optimizer's state for a model in half precision with parameters in float32.
+"""Fixes checkpoints of the optimizer's state for a half-precision model with some parameters in float32.
 
-megatron-core 0.19 takes another parameter's state for that of a float32 one, or none (KeyError):
+For a float32 parameter, megatron-core 0.19 takes another parameter's state, or finds none (KeyError):
 
-* the optimizer that is not distributed numbers the parameters of half precision alone when it writes or reads
+* the optimizer that is not distributed numbers only the half-precision parameters when it writes or reads
   them, while the inner optimizer numbers all;
 * the distributed one gives the inner optimizer the parameters in float32 first, and looks them up by the place
   that they have in the buffers.
@@ -63,7 +63,7 @@ def _change() -> list[Undo]:
 
 @contextmanager
 def _float32_is_its_own_main(optimizer: Any) -> Iterator[None]:
-    """Inside, all parameters are listed as the inner optimizer numbers them, and each has a main parameter."""
+    """Runs its body with all parameters listed in the inner optimizer's order, each with a main parameter."""
     if optimizer.is_stub_optimizer or not any(optimizer.fp32_from_fp32_groups):
         yield
         return

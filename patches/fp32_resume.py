@@ -1,4 +1,4 @@
-"""Resuming the distributed optimizer when the model trains in float32: masters are views of its parameters."""
+"""Fixes resuming the distributed optimizer of a float32 model, whose masters are views of its parameters."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Rehearsal: the CUDA that Megatron's trainer touches, emulated on the CPU.
+"""Emulates on the CPU the CUDA that Megatron's trainer touches, for rehearsals.
 
 With it the real trainer, its schedules, its distributed optimizer and its checkpoints run on gloo on a
 machine without a GPU. Nothing happens at import; ``install`` is called when a rehearsal was asked for
 (``--rehearse``, ``MEGASCHED_REHEARSE=1``), before Megatron is imported where that can be arranged.
 
-What ``install`` does besides the table ``SURFACES`` below:
+Besides the table ``SURFACES`` below, ``install`` sets up:
 
 * environment: ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which ``megatron/training/arguments.py:1413`` demands
   for TP and CP; ``TORCHDYNAMO_DISABLE=1``, because Megatron's ``jit_fuser`` is bound to ``torch.compile``
@@ -15,11 +15,11 @@ What ``install`` does besides the table ``SURFACES`` below:
   device) from any form of CUDA, an index included, to the CPU; ``meta`` stays ``meta``. Threads that are
   started later do not inherit it; autograd's backward does, in any thread.
 * silence for one warning of ``megatron/core/tensor_parallel/random.py:333``: it reports that the CPU's
-  random state moved while the device's was forked, and here the two are one.
+  random state moved while the device's was forked, and in a rehearsal the two are one.
 
-What it is not: a simulation of memory, speed or health (all such figures are 0), of NCCL, of CUDA graphs or of
-Transformer Engine. Whatever is not in the table raises torch's own error. A tensor "moved" to the device
-is the same tensor, not a copy.
+It does not simulate memory, speed or health (all such figures are 0), NCCL, CUDA graphs or Transformer Engine.
+A function that is missing from the table raises torch's own error. A tensor "moved" to the device is the same
+tensor, not a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megasched.versions import MEGATRON
 
 
 class Surface(NamedTuple):
-    """One emulated place: its target as ``module:attr``, and what of ``host_cuda_emulation`` goes there."""
+    """Maps one emulated target, ``module:attr``, to the name of its stand-in in ``host_cuda_emulation``."""
 
     target: str
     emulation: str
@@ -144,7 +144,7 @@ def install(*, force: bool = False) -> None:
 
 
 def is_installed() -> bool:
-    """Whether CUDA is emulated in this process."""
+    """Returns whether CUDA is emulated in this process."""
     return PATCH.name in registry.active()
 
 
@@ -192,7 +192,7 @@ def _set_environment() -> Undo:
 
 
 def dynamo_is_off() -> bool:
-    """What ``torch._dynamo.config.disable`` is, or will be once that is imported."""
+    """Returns ``torch._dynamo.config.disable``, or the value that it will have once it is imported."""
     config = sys.modules.get("torch._dynamo.config")
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1" if config is None else config.disable
 

@@ -1,4 +1,4 @@
-"""What host_cuda puts in the place of CUDA: each of these answers for one or more rows of its table."""
+"""Defines the stand-ins that host_cuda puts in CUDA's place; each serves one or more rows of its table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_BYTES = 80 * 2**30
 
 
 def host_device(device: Any) -> Any:
-    """The device to use instead of ``device``: CPU for any form of CUDA, everything else (meta) as it is."""
+    """Returns the device to use instead of ``device``: the CPU for any form of CUDA, or ``device`` (meta)."""
     if isinstance(device, int) and not isinstance(device, bool):
         return CPU
     if isinstance(device, str) and device.partition(":")[0] == "cuda":
@@ -51,7 +51,7 @@ class DeviceRewriting(TorchFunctionMode):
 
 @contextlib.contextmanager
 def device_rewriting() -> Iterator[None]:
-    """Device rewriting, entered only where it is not in force already."""
+    """Runs its body with device rewriting, which is entered only where it is not in force already."""
     if any(isinstance(mode, DeviceRewriting) for mode in _get_current_function_mode_stack()):
         yield
     else:
@@ -83,12 +83,12 @@ def zero(*args: Any, **kwargs: Any) -> int:
 
 
 def device_count() -> int:
-    """One device a local rank, as on a node where every rank has its GPU."""
+    """Returns one device per local rank, as on a node where every rank has its GPU."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def current_device() -> int:
-    """What ``set_device`` chose; before that the local rank's own."""
+    """Returns the device that ``set_device`` chose, and before that the local rank's own."""
     return int(os.environ.get("LOCAL_RANK") or 0) if _Devices.current is None else _Devices.current
 
 
@@ -99,7 +99,7 @@ def set_device(device: Any) -> None:
 
 
 class DeviceContext(contextlib.nullcontext):
-    """Stands for ``torch.cuda.device``."""
+    """Stands in for ``torch.cuda.device``."""
 
     def __init__(self, device: Any = None) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Event:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds, as CUDA's."""
+        """Returns the time between two events in milliseconds, as CUDA's does."""
         return 1e3 * (end_event._seconds - self._seconds)
 
 
@@ -220,7 +220,7 @@ def initial_seed() -> int:
 
 
 class DefaultGenerators:
-    """Stands for ``torch.cuda.default_generators``: the same generator for each device."""
+    """Stands in for ``torch.cuda.default_generators``: the same generator for each device."""
 
     def __getitem__(self, index: int) -> torch.Generator:
         return torch.default_generator
@@ -233,7 +233,7 @@ DEFAULT_GENERATORS = DefaultGenerators()
 
 
 def call_now(function: Callable[[], Any], **kwargs: Any) -> None:
-    """Stands for ``torch.cuda._lazy_call``, which waits for CUDA to be initialised."""
+    """Stands in for ``torch.cuda._lazy_call``, which waits for CUDA to be initialised."""
     function()
 
 
@@ -254,7 +254,7 @@ _tensor_type = torch.Tensor.type
 
 
 def tensor_cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-    """The tensor itself, as for one that is on the device already; torch refuses meta tensors."""
+    """Returns the tensor itself, as for one that is on the device already; torch refuses meta tensors."""
     return self.to(CPU, **kwargs)
 
 
@@ -263,7 +263,7 @@ def tensor_pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def tensor_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """``torch.cuda.FloatTensor`` and the like, which Megatron's optimizers compare with; or a conversion."""
+    """Returns a type name such as ``torch.cuda.FloatTensor``, which Megatron's optimizers compare, or converts."""
     if isinstance(dtype, str):
         dtype = dtype.replace("torch.cuda.", "torch.")
     # A TorchFunctionMode gets methods by their name on torch.Tensor: it would come back here.
@@ -282,9 +282,9 @@ _engine_run_backward = torch.autograd._engine_run_backward
 
 
 def dataloader_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """No pinned memory, and a generator of its own.
+    """Initialises a data loader without pinned memory and with its own generator unless one is given.
 
-    An iterator draws a base seed from the CPU's default generator. Not every rank makes one, and here
+    An iterator draws a base seed from the CPU's default generator. Not every rank makes one, and in a rehearsal
     that generator is the device's, whose state must stay equal over a TP group (replicated dropout).
     """
     bound = _dataloader_signature.bind(self, *args, **kwargs)
@@ -295,11 +295,11 @@ def dataloader_init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def run_backward(*args: Any, **kwargs: Any) -> Any:
-    """``Tensor.backward`` runs with every TorchFunctionMode off; custom backwards need the rewriting."""
+    """Runs autograd with device rewriting on, as custom backwards need; ``backward`` switches all modes off."""
     with device_rewriting():
         return _engine_run_backward(*args, **kwargs)
 
 
 def counts_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stands for ``maybe_move_tensor_to_cpu``: numpy where asked for; what is no tensor stays as it is."""
+    """Stands in for ``maybe_move_tensor_to_cpu``: returns a tensor as numpy if asked, other values unchanged."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

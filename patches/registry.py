@@ -1,4 +1,4 @@
-"""Every runtime change to someone else's code: what, for which versions, why; applied and undone by name."""
+"""Lists every runtime change to other packages' code, and applies and undoes it by name."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def _always_needed() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A declared change.
+    """Declares a runtime change to another package's code.
 
     Attributes:
-        name: what users call it, e.g. ``adamw_resume``; the name of its file.
+        name: the name users know it by, e.g. ``adamw_resume``; also that of its file.
         targets: ``"module:attr"`` of everything it changes.
         why: the fault that it mends, with the upstream file and line.
-        change: makes the change and returns what takes it back, in the order in which it was made; keyword options
-            of ``apply`` reach it.
-        versions: package -> version range it is for, which is what is known to work.
+        change: makes the change and returns its undo, or several in the order of the changes; keyword options of
+            ``apply`` reach it.
+        versions: package -> range of versions that it is known to work with.
         signature: target -> names of the parameters it must have.
         unneeded: why this installation can do without it, or None when it can't. Asked at ``apply``.
     """
@@ -53,7 +53,7 @@ class Patch:
 
     @property
     def version_range(self) -> str:
-        """E.g. ``megatron-core >=0.19,<0.20``."""
+        """Returns the supported versions as text, e.g. ``megatron-core >=0.19,<0.20``."""
         return "; ".join(f"{package} {versions}" for package, versions in self.versions.items())
 
 
@@ -64,7 +64,7 @@ def declare(package: str, *files: str) -> None:
     """Adds patches of another package.
 
     Args:
-        files: modules of it, each of which defines ``PATCH`` and is called as that is.
+        files: modules of it; each defines ``PATCH`` and has that patch's name.
     """
     _DECLARED[package] = files
     _patches.cache_clear()
@@ -78,12 +78,12 @@ def _patches() -> dict[str, Patch]:
 
 
 def available() -> list[Patch]:
-    """All patches that are declared, active or not. Imports neither torch nor Megatron."""
+    """Returns all declared patches, active or not; imports neither torch nor Megatron."""
     return list(_patches().values())
 
 
 def active() -> list[str]:
-    """Names of the patches that are in force in this process, in the order of their application."""
+    """Returns the names of the patches in force in this process, in the order of their application."""
     return list(_undos)
 
 
@@ -112,7 +112,7 @@ def apply(name: str, **options: object) -> bool:
 
 
 def check(patch: Patch) -> str | None:
-    """Whether a patch fits what is installed.
+    """Checks that a patch fits the installed packages.
 
     Returns:
         Why this installation can do without it; None when it needs it.
@@ -139,7 +139,7 @@ def undo(name: str) -> None:
 
 
 def installed_version(package: str) -> str:
-    """Version of what this process imports: Megatron may be a checkout beside or instead of the wheel.
+    """Returns a package's version; Megatron's is that of the imported module, maybe a checkout and not the wheel.
 
     Raises:
         ConfigError: the package is not installed.

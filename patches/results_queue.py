@@ -1,4 +1,4 @@
-"""The process that collects what the writers of a checkpoint say ends with its rank, however that ends."""
+"""Ends the process that collects results from a checkpoint's writers with its rank, however that ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _change() -> Undo:
 
 
 def end_with(parent: int) -> None:
-    """In a child process: the kernel kills it when its parent is gone."""
+    """Makes the kernel kill this child process when its parent is gone."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The megatron-core wheel ships its dataset helpers compiled, but the trainer still wants to compile them."""
+"""Keeps the trainer from compiling the dataset helpers, which the megatron-core wheel ships compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _unneeded() -> str | None:
 
 
 def _already_compiled() -> None:
-    """Stands for ``compile_helpers``: the wheel's helpers_cpp is there."""
+    """Stands in for ``compile_helpers`` and does nothing: the wheel's helpers_cpp is there."""
 
 
 def _change() -> Undo:

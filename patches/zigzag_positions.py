@@ -1,4 +1,4 @@
-"""Positions of a part of a sequence, under context parallelism, are no packed sequences."""
+"""Keeps transformers from taking a context-parallel rank's positions for those of packed sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TARGET = "transformers.masking_utils:find_packed_sequence_indices"
 
 def _change() -> Undo:
     def find_packed_sequence_indices(position_ids: Any) -> None:
-        """None: one sequence a row. Packed ones are refused under a schedule."""
+        """Returns None: each row holds one sequence. A schedule refuses packed ones."""
 
     return set_attribute(_TARGET, find_packed_sequence_indices)
 

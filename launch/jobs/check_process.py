@@ -1,9 +1,9 @@
-"""A run begun as on the cluster and stopped before it trains; a process of its own, for ``checks.py``.
+"""Begins a run as on the cluster and stops it before it trains, in a separate process for ``checks.py``.
 
-The training script itself runs, as rank 0 of the whole job (``WORLD_SIZE`` says of how many), up to its call of
-Megatron's ``pretrain``. So what is checked is what will run: Megatron's parser and rules, the schedule, the
-layout, the weights' names, the tokenizer. CUDA is emulated, and where Transformer Engine is missing the flags that
-need it are left out, and named. What was found is written to OUT, in JSON.
+The training script itself runs, as rank 0 of the whole job (``WORLD_SIZE`` is its size), up to its call of
+Megatron's ``pretrain``. So the check covers what will run: Megatron's parser and rules, the schedule, the
+layout, the weights' names, the tokenizer. CUDA is emulated. Where Transformer Engine is missing, the flags that
+need it are left out, and named. The findings are written to OUT, in JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode
 
 
 class _Stopped(SystemExit):
-    """Where training would begin."""
+    """Stops the script where training would begin."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _of_megatron(error: Exception, frames: traceback.StackSummary) -> str:
-    """An error of someone else's code, with where it was raised."""
+    """Returns the text of an error in someone else's code, with the line that raised it."""
     last = frames[-1]
     text = str(error) or f"{type(error).__name__} at `{last.line}`"
     return f"{text} ({Path(last.filename).name}:{last.lineno})"

@@ -1,4 +1,4 @@
-"""A whole job looked over on the login node, so that what is wrong is known before 64 GPUs are held."""
+"""Checks a whole job on the login node, so that problems are known before 64 GPUs are held."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CHECKPOINTS = 2
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found.
+    """Holds the result of a check.
 
     Attributes:
         problems: why the job can't run; empty if it can.
         warnings: what may go wrong later.
-        facts: what the job is, as ``check_process`` tells it.
+        facts: facts about the job, from ``check_process``.
     """
 
     problems: tuple[str, ...]
@@ -41,13 +41,13 @@ class Checked:
 
 
 def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = None) -> Checked:
-    """Begins the run in a process of its own, as rank 0 of so many, and looks at what it needs.
+    """Begins the run in a separate process, as rank 0 of ``world_size``, and checks what the run needs.
 
     Args:
-        gpu: a type or TOML file as ``megasched plan --gpu`` takes it; without one memory is told and not judged.
+        gpu: a type or TOML file as ``megasched plan --gpu`` takes it; without one memory is reported, not judged.
 
     Raises:
-        ConfigError: no such GPU; the process did not come to an end.
+        ConfigError: there is no such GPU, or the process did not end or gave no result.
     """
     hardware: Hardware | None = load_hardware(gpu) if gpu is not None else None
     facts = _run(script, flags, world_size)
@@ -70,18 +70,18 @@ def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = 
 
 
 def failure_message(problems: Sequence[str], intent: str = "started") -> str:
-    """All that is wrong with a job, in one text; ``intent`` is what was not done."""
+    """Returns all problems of a job in one text; ``intent`` is what was not done."""
     head = f"this job would fail, and was not {intent}:"
     return "\n".join([head, *(f"  - {one}".replace("\n", "\n    ") for one in problems)])
 
 
 @dataclass(frozen=True)
 class Prepared[Job: (SlurmJob, TorchrunJob)]:
-    """A job that can be started.
+    """Represents a job that can be started.
 
     Attributes:
-        text: its script.
-        checked: what the check has found; None where there was none.
+        text: text of its script.
+        checked: result of the check; None where there was none.
     """
 
     job: Job
@@ -90,7 +90,7 @@ class Prepared[Job: (SlurmJob, TorchrunJob)]:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the check has found the job to be; empty where there was none."""
+        """Returns the facts that the check has found about the job; empty where there was none."""
         return self.checked.facts if self.checked else {}
 
 
@@ -103,17 +103,17 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
     ask: Callable[[], Iterable[str]] | None,
     intent: str,
 ) -> Prepared[Job]:
-    """Checks a job and asks those that are to run it; nothing is written.
+    """Checks a job and asks the cluster or hosts that are to run it; writes nothing.
 
     Args:
         text: the job's script.
-        gpu: for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: begin the run once here, up to training.
-        ask: gives what speaks against it where it is to run.
+        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: whether to begin the run once on this machine, up to training.
+        ask: returns the problems of the cluster or hosts with the job.
         intent: what is not done with a job that would fail, e.g. ``"started"``.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: the job has problems; the message lists all of them.
     """
     checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
     problems = [*(checked.problems if checked else ()), *(ask() if ask else ())]
@@ -123,7 +123,7 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
 
 
 def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
-    """What ``check_process`` found."""
+    """Runs ``check_process``, and returns what it found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         own = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
@@ -152,7 +152,7 @@ def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
 
 
 def _usage_error(stderr: str) -> str:
-    """argparse's last line without the program's name before it."""
+    """Returns argparse's last line without the program's name before it."""
     errors = [line.partition("error: ")[2] for line in stderr.splitlines() if "error: " in line]
     return errors[-1] if errors else _last_lines(stderr)
 
@@ -162,7 +162,7 @@ def _last_lines(text: str, count: int = 5) -> str:
 
 
 def _no_room(save: Path, size: int) -> list[str]:
-    """What is wrong with the place where checkpoints are to lie."""
+    """Returns the problems of the folder for checkpoints: it can't be written to, or has too little room."""
     place = save.absolute()
     while not place.exists():
         place = place.parent

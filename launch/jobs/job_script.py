@@ -1,4 +1,4 @@
-"""What the scripts of jobs are made of, whoever starts them: templates, the user's words, and the file.
+"""Builds the scripts of jobs for all launchers: templates, the user's words, and the file.
 
 Every word of the user's that bash reads is quoted by ``shlex``.
 """
@@ -37,7 +37,7 @@ LONGEST_LINE = 100
 
 
 def value_of(flag: str, flags: Sequence[str]) -> str:
-    """What argparse would take for a flag's value: the last one given; empty without one."""
+    """Returns what argparse would take for a flag's value: the last one given; empty without one."""
     found = ""
     for word, following in pairwise([*flags, ""]):
         if word == flag:
@@ -48,10 +48,10 @@ def value_of(flag: str, flags: Sequence[str]) -> str:
 
 
 def environment_of(words: Sequence[str]) -> dict[str, str]:
-    """Variables of words ``NAME=VALUE``.
+    """Returns the variables that words ``NAME=VALUE`` set.
 
     Raises:
-        ConfigError: a word is something else.
+        ConfigError: a word has another form.
     """
     found = {}
     for word in words:
@@ -72,14 +72,14 @@ def render_template(
     environment: Mapping[str, str],
     **values: Any,
 ) -> str:
-    """A job's script of a template.
+    """Renders a job's script from a template.
 
     Args:
-        name: of the template, from this folder on.
+        name: path of the template, from the folder ``launch`` on.
         script, flags: what each rank runs.
-        title, head: the comment that the script begins with.
+        title, head: the comment with which the script begins.
         environment: further variables of the ranks.
-        values: what else the template asks for.
+        values: further values for the template.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -101,7 +101,7 @@ def render_template(
 
 
 def flag_lines(flags: Sequence[str]) -> list[str]:
-    """Flags as lines of a bash array: each begins with a flag, short ones share a line."""
+    """Returns flags as lines of a bash array: each line begins with a flag, and short flags share a line."""
     groups: list[list[str]] = []
     for word in flags:
         if word.startswith("--") or not groups:
@@ -118,12 +118,12 @@ def flag_lines(flags: Sequence[str]) -> list[str]:
 
 
 def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[str, Any]) -> None:
-    """Puts a script into its run's folder; one that was there is kept beside it.
+    """Writes a script into its run's folder, and keeps an earlier one beside it.
 
     Args:
-        path: of the script, in the run's folder; ``job.json`` comes beside it.
-        job: what the script was made of.
-        facts: what the check of the job has found.
+        path: path of the script in the run's folder; ``job.json`` is written beside it.
+        job: the job from which the script was made.
+        facts: facts from the check of the job.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and read_bytes(path, SCRIPT) != text.encode():
@@ -137,7 +137,7 @@ def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[s
 
 
 def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags that only a run's first start has, and the rest."""
+    """Returns the flags that only a run's first start has, and the other flags."""
     start: list[str] = []
     rest: list[str] = []
     taken = False

@@ -1,6 +1,6 @@
-"""What can be told of a run that is about to begin, in the process of ``check_process.py``: sizes, memory, data.
+"""Collects facts about a run that is about to begin, in the process of ``check_process.py``: sizes, memory, data.
 
-Megatron is imported with it, so after the process is arranged.
+It imports Megatron, so it must be imported after the process is arranged.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OF_OPTIMIZER = 12
 
 
 def look_at_run(config: Any, found: dict[str, Any]) -> None:
-    """What can be told of a run that is about to begin.
+    """Collects facts, problems and warnings of a run that is about to begin.
 
     Args:
         config: Megatron's ``PretrainConfigContainer``.
-        found: filled in.
+        found: findings, which are added to.
     """
     args, session = get_args(), get_session()
     layout = session.plan.layout
@@ -68,7 +68,7 @@ def look_at_run(config: Any, found: dict[str, Any]) -> None:
 
 
 def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[str]:
-    """Megatron asks in the first step (core/pipeline_parallel/schedules.py:1133-1153)."""
+    """Yields what Megatron would refuse in the first step (core/pipeline_parallel/schedules.py:1133-1153)."""
     if layout.vpp == 1:
         return
     group = args.microbatch_group_size_per_vp_stage or layout.pp
@@ -83,7 +83,7 @@ def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[s
 
 
 def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
-    """Data that is not there, is damaged, or has ids that the model does not know."""
+    """Yields a problem for data that is missing, is damaged, or has ids that the model does not know."""
     if args.mock_data:
         return
     try:

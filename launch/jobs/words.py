@@ -1,4 +1,4 @@
-"""What a program can be started with: values that no argument and no variable can hold are refused beforehand."""
+"""Refuses values that no argument or variable of a program can hold, before the program is started."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LONGEST = 32 * 4096
 
 
 def refuse_unusable(job: DataclassInstance) -> None:
-    """Looks at every word of a job, before anything of it is written.
+    """Checks every word of a job, before anything of it is written.
 
     Raises:
-        ConfigError: with the field and what is wrong with it: a NUL, what is no UTF-8, or too long for the kernel.
+        ConfigError: a field has a NUL, is no UTF-8 or is too long for the kernel, or the job is as a whole.
     """
     for field in fields(job):
         for name, word in _words(field.name, getattr(job, field.name)):
@@ -36,7 +36,7 @@ def refuse_unusable(job: DataclassInstance) -> None:
 
 
 def _words(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every text in a value, and where it stands."""
+    """Yields the place and the text of every word in a value."""
     match value:
         case str():
             yield name, value

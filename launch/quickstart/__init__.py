@@ -1,1 +1,1 @@
-"""``megasched quickstart``: a corpus, a model and a layout that fit the machine, and the trainer."""
+"""Runs ``megasched quickstart``: a corpus, a model and a layout that fit the machine, and the trainer."""

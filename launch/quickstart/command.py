@@ -1,7 +1,7 @@
-"""``megasched quickstart``: a stock Hugging Face Llama trained by Megatron's own trainer, on this machine.
+"""Trains a stock Hugging Face Llama by Megatron's own trainer on this machine, for ``megasched quickstart``.
 
 Nothing is downloaded: the model is a config with random weights, the corpus is the source of Python's
-standard library. With GPUs it uses them; without, four ranks share the CPU.
+standard library. Training uses the GPUs; without GPUs, four ranks share the CPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ DEFAULT_ITERS = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the quickstart.
+    """Runs the quickstart.
 
     Args:
-        argv: what follows ``megasched quickstart``; the process's own arguments by default.
+        argv: arguments after ``megasched quickstart``; the process's own by default.
 
     Returns:
         0, or the exit code of the failed training run; 130 after Ctrl-C.
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(args: argparse.Namespace, plan: Plan, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, which is not made yet, and what is to run: corpus, model and command."""
+    """Writes corpus and model; returns the folder of the run, which is not made yet, and what is to run."""
     say(f"machine: {plan}")
     folder: Path = args.dir.resolve()
     corpus = prepare_corpus(folder / "data")
@@ -139,14 +139,14 @@ def _positive(text: str) -> int:
 
 
 def _next_run_folder(folder: Path) -> Path:
-    """``run-1``, ``run-2``, ...: the first that is not there; runs never overwrite each other."""
+    """Returns the first of ``run-1``, ``run-2``, ... that does not exist; runs never overwrite each other."""
     return next(path for number in count(1) if not (path := folder / f"run-{number}").exists())
 
 
 def _train(
     console: Console, plan: Plan, run_folder: Path, schedule: str, iters: int
 ) -> tuple[int, run_report.Result | None]:
-    """The exit code, and what came out if it is 0."""
+    """Runs the training; returns the exit code, and the result if that is 0."""
     log, log_path = TrainingLog(), run_folder / "train.log"
     start = time.monotonic()
     with run_report.progress(console, f"starting {plan.ranks} ranks", iters) as show:

@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the source of Python's standard library, as tokens one byte each."""
+"""Builds a corpus that every machine has: the source of Python's standard library, as tokens one byte each."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus in Megatron's indexed format.
+    """Represents a tokenized corpus in Megatron's indexed format.
 
     Attributes:
         folder: holds ``tokens.bin``, ``tokens.idx`` and ``corpus.json``.
-        documents: how many files it was made of.
-        tokens: bytes of those files plus one end-of-document token each.
+        documents: number of files of which it was made.
+        tokens: number of bytes in those files, plus one end-of-document token each.
     """
 
     folder: Path
@@ -40,17 +40,17 @@ class Corpus:
 
     @property
     def prefix(self) -> str:
-        """Path without ``.bin`` / ``.idx``, as Megatron's ``--data-path`` takes it."""
+        """Returns the path without ``.bin`` / ``.idx``, as Megatron's ``--data-path`` takes it."""
         return str(self.folder / "tokens")
 
 
 def stdlib_folder() -> Path:
-    """Where the running interpreter keeps the source of its standard library."""
+    """Returns the folder in which the running interpreter keeps the source of its standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def source_files(root: Path) -> list[Path]:
-    """Python files under ``root`` without tests and installed packages, in an order that never changes.
+    """Returns the Python files under ``root`` without tests and installed packages, always in the same order.
 
     The order is that of a hash of each file's relative path: Megatron splits training from validation at a
     document number, and in alphabetical order validation would be the modules at the end of the alphabet.
@@ -72,7 +72,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path) -> Iterator[bytes]:
-    """The content of each source file, in order; what is empty or not UTF-8 is left out."""
+    """Yields the content of each source file in order; files that are empty or not UTF-8 are left out."""
     for path in source_files(root):
         content = read_bytes(path, SOURCE)
         if content and _is_utf8(content):
@@ -80,7 +80,7 @@ def documents(root: Path) -> Iterator[bytes]:
 
 
 def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
-    """Tokenize the source files into a folder below ``folder``, or find that there from an earlier run.
+    """Tokenizes the source files into a folder below ``folder``, or finds that folder from an earlier run.
 
     The folder's name carries a hash of the files' names and sizes, so that another interpreter gets another
     corpus; it gets that name when it is complete, so that a broken run leaves nothing behind.
@@ -93,7 +93,7 @@ def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
         The corpus; token ids are byte values (0-255) and `EOD` (256), stored as uint16.
 
     Raises:
-        ConfigError: no source to read.
+        ConfigError: there is no source to read.
     """
     root = root or stdlib_folder()
     home = folder / f"corpus-{_fingerprint(root)[:12]}"
@@ -107,7 +107,7 @@ def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Save a Hugging Face tokenizer whose token ids are byte values, and `EOD` the end of a document.
+    """Saves a Hugging Face tokenizer whose token ids are byte values, and `EOD` the end of a document.
 
     Megatron reads it by ``--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER``, transformers by
     ``AutoTokenizer.from_pretrained(FOLDER)``; neither needs a network.
@@ -162,7 +162,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Byte-level BPE's letter for each byte value -> that value.
+    """Returns byte-level BPE's letter for each byte value -> that value.
 
     Its alphabet writes a printable byte as the character of that number and gives the others, in order,
     the characters from 256 on.

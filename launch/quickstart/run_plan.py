@@ -1,4 +1,4 @@
-"""What the quickstart runs: the model, the layout that fits the machine, and Megatron's flags."""
+"""Decides what the quickstart runs: the model, the layout that fits the machine, and Megatron's flags."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HOST_RANKS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """How this machine is used.
+    """Describes how this machine is used.
 
     Attributes:
         layout: how the model is spread; its ranks are all of the job's.
-        on_gpus: one GPU a rank; otherwise the ranks share the CPU (``--rehearse``).
+        on_gpus: whether each rank has a GPU; otherwise the ranks share the CPU (``--rehearse``).
         transformer_engine: whether Megatron may use Transformer Engine's layers.
     """
 
@@ -50,7 +50,7 @@ class Plan:
 
 
 def detect_plan() -> Plan:
-    """The plan for this machine: its GPUs, or a rehearsal on the CPU where it has none."""
+    """Returns the plan for this machine: its GPUs, or a rehearsal on the CPU where it has none."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -61,10 +61,10 @@ def detect_plan() -> Plan:
 
 
 def choose_layout(devices: int) -> ParallelDims:
-    """A layout for at most this many devices: TP 2 first, then PP 2 with VPP 2, then two replicas.
+    """Returns a layout for at most this many devices: TP 2 first, then PP 2 with VPP 2, then two replicas.
 
     The quickstart's model has 2 key-value heads and 4 layers, so TP stops at 2 and PP x VPP at 4. Devices
-    that make no full step are left idle: 3 are used as 2, 6 as 4, more than 8 as 8.
+    that make no full step are left idle: of 3, two are used; of 6, four; of more than 8, eight.
     """
     return ParallelDims(
         tensor_model_parallel_size=2 if devices >= 2 else 1,
@@ -76,7 +76,7 @@ def choose_layout(devices: int) -> ParallelDims:
 
 
 def write_model(folder: Path) -> None:
-    """Save a stock Llama config of about 5.3 M parameters, with byte-level embeddings, as ``config.json``."""
+    """Saves a stock Llama config of about 5.3 M parameters, with byte-level embeddings, as ``config.json``."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
@@ -95,7 +95,7 @@ def write_model(folder: Path) -> None:
 
 
 def default_schedule() -> str:
-    """The example schedule for Llama where the source tree is at hand, else the one megasched derives."""
+    """Returns the example schedule for Llama where the source tree is at hand, otherwise ``auto``."""
     example = Path(__file__).resolve().parents[2] / "examples" / "schedules" / "llama.py"
     return str(example) if example.is_file() else "auto"
 
@@ -103,16 +103,16 @@ def default_schedule() -> str:
 def training_command(
     plan: Plan, *, schedule: str, model: Path, corpus_prefix: str, cache: Path, checkpoints: Path, iters: int
 ) -> list[str]:
-    """torchrun with Megatron's flags; what the HF config says about the model is not repeated in them.
+    """Returns the torchrun command with Megatron's flags, without repeating what the HF config says of the model.
 
     Args:
-        plan: layout and devices.
+        plan: the layout and the devices.
         schedule: path of the model's schedule, or ``auto``.
         model: folder with ``config.json`` and the tokenizer.
-        corpus_prefix: for ``--data-path``.
-        cache: where Megatron keeps the indices of its datasets.
-        checkpoints: where it saves, at the end.
-        iters: optimizer steps.
+        corpus_prefix: value of ``--data-path``.
+        cache: folder where Megatron keeps the indices of its datasets.
+        checkpoints: folder where it saves, at the end.
+        iters: number of optimizer steps.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(plan.ranks)]
@@ -138,7 +138,7 @@ def training_command(
 
 
 def other_layout_flags(plan: Plan) -> list[str]:
-    """Flags that, added to the training command, spread the same model over the same ranks in another way."""
+    """Returns flags that, added to the training command, spread the same model over the same ranks differently."""
     ranks_of_one_model = plan.layout.tp * plan.layout.pp
     flags = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", str(ranks_of_one_model)]
     # One stage a rank is no interleaving; said only where the command has it to be undone.
@@ -146,7 +146,7 @@ def other_layout_flags(plan: Plan) -> list[str]:
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:
-    """What the ranks need in their environment besides this process's own."""
+    """Returns the variables that the ranks need in their environment besides this process's own."""
     # Megatron refuses TP and CP without it on GPUs before Blackwell.
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not plan.on_gpus:
@@ -156,7 +156,7 @@ def rank_environment(plan: Plan) -> dict[str, str]:
 
 
 def shell_script(command: Sequence[str], env: Mapping[str, str]) -> str:
-    """The command as a bash script that takes further flags; of one given twice, the last counts."""
+    """Returns the command as a bash script that takes further flags; of one given twice, the last counts."""
     lines: list[list[str]] = [[]]
     for word in command:
         if word.startswith("--"):

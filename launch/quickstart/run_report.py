@@ -1,4 +1,4 @@
-"""What the quickstart shows at its end: a table, a loss curve, and what to try next."""
+"""Shows the result of the quickstart at its end: a table, a loss curve, and what to try next."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LAST_STEPS = 20
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a run; losses in nats per token, a token being a byte here.
+    """Holds the outcome of a run; losses are in nats per token, and a token is a byte.
 
     Attributes:
-        steps: optimizer steps done.
+        steps: number of optimizer steps done.
         first_loss: training loss of the first step.
         last_loss: mean training loss of the last `LAST_STEPS` steps.
         validation: iteration -> validation loss, in order of iterations.
         tokens_per_second: over all steps but the first, which warms up; 0 when there is only one.
-        train_seconds: the sum over steps, validation and checkpoints not counted.
+        train_seconds: sum over the steps, without validation and checkpoints.
     """
 
     steps: int
@@ -43,13 +43,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """All that the quickstart tells at its end.
+    """Holds everything that the quickstart tells at its end.
 
     Attributes:
         summary: the numbers.
         total_seconds: wall time of the whole run with its start.
-        curve, checkpoints, log: what the run has left.
-        next_commands: what to try next: what it is for, and the command.
+        curve, checkpoints, log: paths of what the run has left.
+        next_commands: what to try next, as pairs of purpose and command.
     """
 
     summary: Summary
@@ -60,7 +60,7 @@ class Result:
     next_commands: list[tuple[str, str]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the result as plain data for JSON."""
         return {
             **asdict(self.summary),
             "total_seconds": self.total_seconds,
@@ -73,9 +73,9 @@ class Result:
 
 @contextmanager
 def progress(console: Console, starting: str, steps: int) -> Iterator[Callable[[Iteration], None]]:
-    """Show how far training is; yields a function to call with each step.
+    """Shows how far training is; yields a function to call with each step.
 
-    On a terminal it is a bar, ``starting`` its text until the first step; elsewhere (a CI log) ten lines.
+    On a terminal it is a bar, with ``starting`` as its text until the first step; elsewhere (a CI log), ten lines.
     """
     if not console.is_terminal:
         every = max(1, steps // 10)
@@ -101,10 +101,10 @@ def progress(console: Console, starting: str, steps: int) -> Iterator[Callable[[
 
 
 def summarize(log: TrainingLog, tokens_per_step: int) -> Summary:
-    """The outcome of a run.
+    """Returns the outcome of a run.
 
     Raises:
-        MegaschedError: no iteration was printed.
+        MegaschedError: the log has no line of an iteration.
     """
     steps = log.iterations
     if not steps:
@@ -121,7 +121,7 @@ def summarize(log: TrainingLog, tokens_per_step: int) -> Summary:
 
 
 def result_table(summary: Summary, *, total_seconds: float, checkpoints: Path, curve: Path) -> Table:
-    """The outcome as a rich table; ``total_seconds`` is the wall time of the whole run with its start."""
+    """Returns the outcome as a rich table; ``total_seconds`` is the wall time of the whole run with its start."""
     from rich.table import Table
 
     table = Table(title="quickstart", show_header=False, title_justify="left")
@@ -141,7 +141,7 @@ def result_table(summary: Summary, *, total_seconds: float, checkpoints: Path, c
 
 
 def print_result(result: Result, console: Console) -> None:
-    """The table, and what to try next."""
+    """Prints the table, and what to try next."""
     table = result_table(
         result.summary,
         total_seconds=result.total_seconds,
@@ -155,7 +155,7 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def save_loss_curve(log: TrainingLog, path: Path) -> None:
-    """Draw training and validation loss over iterations into a PNG; needs no display."""
+    """Draws training and validation loss over iterations into a PNG; needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")

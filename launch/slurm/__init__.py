@@ -1,1 +1,1 @@
-"""Jobs of Slurm: the batch script, what Slurm says to it, and its submission."""
+"""Starts jobs of Slurm: renders the batch script, asks Slurm what it says to it, and submits it."""

@@ -1,4 +1,4 @@
-"""What launchers ask of Slurm: whether it takes a batch script, to run it, and what it knows of a job."""
+"""Asks Slurm on behalf of launchers whether it takes a batch script, to run it, and what it knows of a job."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ FIELD = re.compile(r"(?:^|\s)(?P<name>[A-Za-z][\w/:]*)=(?P<value>\S*)")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job as Slurm sees it.
+    """Describes a job as Slurm sees it.
 
     Attributes:
-        job_id: digits.
-        name: of the job.
+        job_id: the job's number, as digits.
+        name: name of the job.
         state: Slurm's word, e.g. ``RUNNING``.
         reason: why it waits or has ended; empty for none.
         restarts: how often it was requeued.
         nodes: e.g. ``node[1-4]``; empty while it waits.
-        start, end: of this run of it; of one that waits or runs, as expected. None if unknown.
+        start, end: times of its current run, expected ones while it waits or runs; None if unknown.
         time_limit: e.g. ``1-00:00:00``.
         command: the batch script with its arguments.
-        output: where the batch script's output goes.
+        output: path of the batch script's output.
     """
 
     job_id: str
@@ -54,7 +54,7 @@ class SlurmJob:
 
     @property
     def script(self) -> Path | None:
-        """The batch script, where it is a file that is still there."""
+        """Returns the path of the batch script; None where it is no file that is still there."""
         words = self.command.split(" ")
         # Slurm puts the arguments behind it and quotes nothing: the longest beginning that is a file.
         for count in range(len(words), 0, -1):
@@ -65,11 +65,11 @@ class SlurmJob:
 
 
 def ask_slurm(job_id: str) -> SlurmJob:
-    """What Slurm knows about a job.
+    """Returns what Slurm knows about a job.
 
     Raises:
-        ConfigError: Slurm's programs are missing or can't reach Slurm, or it does not know the job, or the job is
-            one of many.
+        ConfigError: Slurm's programs are missing or can't reach Slurm, Slurm does not know the job, or the job is
+            an array or heterogeneous.
     """
     if PART_OF_A_JOB.fullmatch(job_id):
         raise ConfigError(f"{job_id}: arrays and heterogeneous jobs are not supported; pass one run's folder")
@@ -93,7 +93,7 @@ def ask_slurm(job_id: str) -> SlurmJob:
 
 
 def parse_job(text: str) -> SlurmJob:
-    """One job, as ``scontrol show job`` prints it.
+    """Parses one job, as ``scontrol show job`` prints it.
 
     Raises:
         ConfigError: it is a job array or a heterogeneous job.
@@ -130,23 +130,23 @@ def _time(text: str) -> datetime | None:
 
 
 def refused_by_slurm(script: Path) -> str:
-    """Why ``sbatch`` would not take a script now; empty if it would.
+    """Returns why ``sbatch`` would not take a script now; empty if it would.
 
     Raises:
-        ConfigError: Slurm's programs are missing, or it does not answer.
+        ConfigError: Slurm's programs are missing, or Slurm does not answer.
     """
     found = slurm.submit(["--test-only", str(script)], remedy=REMEDY)
     return found.message if found.status else ""
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submits; returns the job's id.
+    """Submits a script, and returns the job's id.
 
     Args:
-        options: of ``sbatch``, before those in the script.
+        options: options of ``sbatch``, before those in the script.
 
     Raises:
-        ConfigError: Slurm's programs are missing, or it is refused.
+        ConfigError: Slurm's programs are missing, or Slurm refuses the script.
     """
     found = slurm.submit(["--parsable", *options, str(script)], remedy=REMEDY)
     if found.status:

@@ -1,7 +1,7 @@
-"""The batch script of a job: readable, kept, and right without the tool that wrote it.
+"""Renders the batch script of a job: readable, kept, and right without the tool that wrote it.
 
-Which words of the user's stand in it, and how: everything that bash reads is quoted by ``shlex``; what ``sbatch``
-reads in ``#SBATCH`` lines, which has no quoting that all versions share, must be of harmless characters.
+``shlex`` quotes everything of the user's that bash reads. ``sbatch`` reads the ``#SBATCH`` lines, for which no
+quoting is common to all versions, so the user's words in them must be of harmless characters.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ HEAD = "Look at it with `megasched status {run_folder}`; change what you like an
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What is submitted.
+    """Describes a job to submit.
 
     Attributes:
-        name: of the job.
-        run_folder: absolute; script and logs go there.
-        directory: where the ranks start, absolute; what relative paths among the flags are relative to.
+        name: name of the job.
+        run_folder: absolute path of the folder for script and logs.
+        directory: absolute path where the ranks start; relative paths among the flags are relative to it.
         nodes, gpus_per_node: what is asked for; a rank is a GPU.
         script: the training script, as ``megasched`` takes it.
-        flags: what follows it.
+        flags: the flags that follow it.
         python: the interpreter on the nodes, or in the container.
         time: Slurm's ``--time``; empty for the partition's default.
-        sbatch_options: further ones, e.g. ``--account=llm``.
+        sbatch_options: further options, e.g. ``--account=llm``.
         cpus_per_gpu: cores of each rank; None leaves it to the cluster.
         container: image for Pyxis' ``--container-image``; mounts as for ``--container-mounts``.
-        interface: of the network between nodes; empty: NCCL and gloo choose.
+        interface: network interface between nodes; if it is empty, NCCL and gloo choose.
         environment: further variables of the ranks.
-        minutes_to_save: before the time limit, when the ranks are told to save and end.
-        max_restarts: in a row without a new checkpoint.
-        torchrun: one task a node that runs torchrun, instead of one a GPU.
+        minutes_to_save: minutes before the time limit at which the ranks are told to save and end.
+        max_restarts: most restarts in a row without a new checkpoint.
+        torchrun: whether each node has one task that runs torchrun, instead of one task for each GPU.
     """
 
     name: str
@@ -71,13 +71,13 @@ class SlurmJob:
 
 
 def render(job: SlurmJob, head: str = "") -> str:
-    """The batch script.
+    """Renders the batch script.
 
     Args:
-        head: the comment that it begins with.
+        head: the comment with which it begins.
 
     Raises:
-        ConfigError: a value that sbatch would read as something else.
+        ConfigError: sbatch would misread a value, or the time limit is unusable.
     """
     options = _options(job)
     _refuse_odd(job, options)
@@ -103,7 +103,7 @@ def render(job: SlurmJob, head: str = "") -> str:
 
 
 def _options(job: SlurmJob) -> list[tuple[str, str]]:
-    """``#SBATCH`` lines, each with why it is there."""
+    """Returns the options of the ``#SBATCH`` lines, each with the reason for it, which may be empty."""
     tasks = 1 if job.torchrun else job.gpus_per_node
     cpus = (job.cpus_per_gpu or 0) * (job.gpus_per_node // tasks)
     return [
@@ -124,9 +124,10 @@ def _options(job: SlurmJob) -> list[tuple[str, str]]:
 
 
 def seconds_of(time: str) -> int | None:
-    """Seconds of Slurm's ``--time``; None where it is no time of Slurm's.
+    """Returns the seconds of Slurm's ``--time``; None where it is no time of Slurm's.
 
-    ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours`` and what may follow (sbatch(1)).
+    It may be ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours`` and what may follow
+    (sbatch(1)).
     """
     match = TIME.fullmatch(time)
     if match is None:

@@ -1,4 +1,4 @@
-"""From a job to its script in the run's folder, and into Slurm's queue."""
+"""Takes a job to its script in the run's folder, and into Slurm's queue."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megasched.launch.slurm.script import SlurmJob, render
 def prepare(
     job: SlurmJob, *, gpu: str | None = None, check_run: bool = True, ask_slurm: bool = True
 ) -> Prepared[SlurmJob]:
-    """Makes the script and looks everything over; nothing is written.
+    """Renders the script and checks everything; writes nothing.
 
     Args:
-        gpu: for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: begin the run once here, up to training.
-        ask_slurm: whether the cluster can run it.
+        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: whether to begin the run once on this machine, up to training.
+        ask_slurm: whether to ask if the cluster can run it.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: the job has problems; the message lists all of them.
     """
     refuse_unusable(job)
     text = render(job)
@@ -35,7 +35,7 @@ def prepare(
 
 
 def _refused(text: str) -> Iterator[str]:
-    """Why the cluster can't run a script."""
+    """Yields why the cluster can't run a script, if it can't."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "job.sbatch"
         script.write_text(text, encoding="utf-8")
@@ -44,7 +44,7 @@ def _refused(text: str) -> Iterator[str]:
 
 
 def write(prepared: Prepared[SlurmJob]) -> Path:
-    """Puts the script into the run's folder; returns its path. A script that was there is kept beside it."""
+    """Writes the script into the run's folder, keeps an earlier one beside it, and returns the path."""
     folder = RunFolder(prepared.job.run_folder)
     folder.logs.mkdir(parents=True, exist_ok=True)
     write_script(folder.script, prepared.text, prepared.job, prepared.facts)
@@ -52,14 +52,14 @@ def write(prepared: Prepared[SlurmJob]) -> Path:
 
 
 def enqueue(folder: RunFolder, times: int = 1) -> list[str]:
-    """Submits a run's script; returns the ids of the jobs.
+    """Submits a run's script, and returns the ids of the jobs.
 
     Args:
-        folder: in which the script was written.
-        times: how often; of several, each begins when the one before has ended, whatever its end (singleton).
+        folder: folder of the run, which has the script.
+        times: number of jobs; of several, each begins when the one before has ended, whatever its end (singleton).
 
     Raises:
-        ConfigError: Slurm refuses it.
+        ConfigError: Slurm refuses the script.
     """
     options = ["--dependency=singleton"] if times > 1 else []
     jobs = [submit(folder.script, *options) for _ in range(times)]

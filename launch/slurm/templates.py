@@ -1,4 +1,4 @@
-"""The batch scripts for people who want no tool: ``python -m megasched.launch.slurm.templates`` writes them anew.
+"""Writes the batch scripts for people who want no tool: ``python -m megasched.launch.slurm.templates``.
 
 They are what the tool itself would write for 64 GPUs, so they can't fall behind it.
 """
@@ -47,7 +47,7 @@ JOB = SlurmJob(
 
 
 def templates() -> dict[str, str]:
-    """Name -> text of each."""
+    """Returns the texts of the batch scripts by name."""
     kinds = {"pretrain_64gpu.sbatch": False, "pretrain_64gpu_torchrun.sbatch": True}
     return {
         name: render(replace(JOB, torchrun=torchrun), HEAD.format(name=name)) for name, torchrun in kinds.items()

@@ -1,1 +1,1 @@
-"""How a run is doing: its logs read back, Slurm asked. Nothing here needs torch."""
+"""Tells how a run is doing, from its logs and from Slurm, without torch."""

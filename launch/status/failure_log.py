@@ -1,4 +1,4 @@
-"""What a run's output says of its failure: no memory, refused flags, an exception, or a job that was ended."""
+"""Finds in a run's output why it failed: no memory, refused flags, an exception, or a job that was ended."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ MARKS = (
 
 @dataclass
 class FailureLog:
-    """A run's output, taken in line by line; of each kind of failure the first one.
+    """Collects the failures in a run's output, line by line; of each kind it keeps the first.
 
     Attributes:
         out_of_memory: the line that says so.
         killed: whether a rank was ended by SIGKILL.
-        refused: why flags were turned down before anything ran.
-        exception: with its message.
+        refused: why flags were refused before anything ran.
+        exception: an exception with its message.
         aftermath: an exception that follows from another rank's failure.
-        cancelled: by whom or what the job was ended.
-        task_ended: what srun says of a task that ended badly.
+        cancelled: who or what ended the job.
+        task_ended: srun's words on a task that ended badly.
     """
 
     out_of_memory: str = ""
@@ -60,7 +60,7 @@ class FailureLog:
     _validating: bool = False
 
     def read(self, line: str) -> None:
-        """Take in one line."""
+        """Reads one line."""
         line = LABEL.sub("", line.rstrip("\n"))
         if line.startswith(ENDED_BY):
             self.cancelled = line.removeprefix("megasched: ")
@@ -89,7 +89,7 @@ class FailureLog:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What it says, what explains most first; a reason that there is not is empty."""
+        """Returns a text for each kind of failure, what explains most first; empty for a kind that is absent."""
         killed = "a rank was ended by SIGKILL, as the kernel does when the host's memory is used up"
         return (
             self.cancelled,

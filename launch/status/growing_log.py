@@ -1,7 +1,7 @@
-"""One log file, read on from where the last look at it ended.
+"""Reads one log file on from where the last look at it ended.
 
-Logs grow to hundreds of megabytes, mostly of what no report needs. Lines are found by searching whole blocks for a
-few marks, which is 10 times as fast as taking each line in hand.
+Logs grow to hundreds of megabytes, mostly of lines that no report needs. The needed ones are found by searching
+whole blocks for a few marks, which is 10 times as fast as looking at each line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FAILURE_BYTES = 4 * 2**20
 
 
 class GrowingLog:
-    """What a log has said so far.
+    """Holds what a log has said so far.
 
     Attributes:
-        path: the file.
-        training: its numbers.
-        failure: what went wrong since training last went on.
+        path: path of the file.
+        training: numbers of the training.
+        failure: failures since training last went on.
         modified: when the last line came, in seconds since the epoch, as of the last look.
     """
 
@@ -42,7 +42,7 @@ class GrowingLog:
         self._inode = -1
 
     def refresh(self) -> None:
-        """Take in the whole lines that have come; a file that was replaced or cut is read anew."""
+        """Reads the whole lines that have come; a file that was replaced or cut is read anew."""
         found = self.path.stat()
         if found.st_size < self._offset or self._inode not in (-1, found.st_ino):
             self._start_over()
@@ -74,7 +74,7 @@ class GrowingLog:
 
 
 def _lines_with(lines: bytes, marks: Sequence[bytes]) -> Iterator[bytes]:
-    """The lines that have a mark in them, in their order; all end with a newline."""
+    """Yields those of the lines that have a mark in them, in their order; every line must end with a newline."""
     spans = set()
     for mark in marks:
         at = lines.find(mark)

@@ -1,4 +1,4 @@
-"""Whether a run trains, hangs, has failed or is over, judged by its logs and by Slurm."""
+"""Judges by its logs and by Slurm whether a run trains, hangs, has failed or is over."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SAME_MOMENT = 5.0
 
 
 class Failure(NamedTuple):
-    """What went wrong; all empty when nothing did.
+    """Describes what went wrong; all fields are empty when nothing did.
 
     Attributes:
-        what: in one line.
-        log: that says so.
-        cancelled: somebody or something ended the job.
-        certain: a rank has ended, so the others can't go on.
+        what: the failure, in one line.
+        log: the log that says so.
+        cancelled: whether somebody or something ended the job.
+        certain: whether a rank has ended, so that the others can't go on.
     """
 
     what: str = ""
@@ -52,12 +52,12 @@ class Failure(NamedTuple):
 
 
 def find_failure(logs: RunLogs, read: Mapping[Path, GrowingLog], newest: Iteration | None) -> Failure:
-    """What explains best why the newest attempt failed; what was followed by an iteration is forgotten.
+    """Returns what best explains why the newest attempt failed; a failure that an iteration followed is forgotten.
 
     Args:
-        logs: of the run.
-        read: what each has said.
-        newest: of the whole run.
+        logs: logs of the run.
+        read: content of each log, by path.
+        newest: newest iteration of the whole run.
     """
     nodes = [read[path] for path in logs.attempts[-1].logs]
     last_line = max(log.modified for log in nodes)
@@ -78,14 +78,14 @@ def find_failure(logs: RunLogs, read: Mapping[Path, GrowingLog], newest: Iterati
 def judge(
     logs: Sequence[GrowingLog], attempt: TrainingLog, job: SlurmJob | None, failure: Failure, now: datetime
 ) -> tuple[State, str]:
-    """The state of a run, and why it is so, if that needs words.
+    """Returns the state of a run, and why it is so, if that needs words.
 
     Args:
-        logs: of the newest attempt.
-        attempt: these as one.
+        logs: logs of the newest attempt.
+        attempt: these logs, merged into one.
         job: what Slurm knows.
         failure: see `find_failure`.
-        now: by this machine's clock.
+        now: current time by this machine's clock.
     """
     steps = attempt.this_start
     if job and job.state in WAITING:
@@ -115,7 +115,7 @@ def judge(
 def _silence(
     steps: Sequence[Iteration], attempt: TrainingLog, logs: Sequence[GrowingLog], now: datetime
 ) -> tuple[timedelta, timedelta]:
-    """For how long nothing has come of what should come, and how long that may be."""
+    """Returns for how long neither iteration nor checkpoint has come, and how long that may be."""
     if not steps:
         return now - _modified(logs), START_STALL
     signs = [steps[-1].time, *(each[-1].time for each in (attempt.saving, attempt.saved) if each)]
@@ -125,7 +125,7 @@ def _silence(
 
 
 def _trains_in(logs: Sequence[GrowingLog]) -> Path:
-    """The log that has the lines of iterations."""
+    """Returns the path of the log that has the lines of iterations."""
     return max(logs, key=lambda log: log.training.printed[-1].time if log.training.printed else datetime.min).path
 
 
@@ -134,6 +134,6 @@ def _modified(logs: Sequence[GrowingLog]) -> datetime:
 
 
 def _span(span: timedelta) -> str:
-    """``3 min``, ``2 h 05 min``."""
+    """Returns a duration in words: ``3 min``, ``2 h 05 min``."""
     minutes = int(span.total_seconds()) // 60
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"

@@ -1,4 +1,4 @@
-"""How a run is doing, by its logs and by Slurm. Needs no GPU, no torch and no Megatron."""
+"""Tells how a run is doing, from its logs and from Slurm, without a GPU, torch or Megatron."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ MOST_SECONDS_LEFT = 1e9
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is doing; times are of the clocks that printed them.
+    """Describes how a run is doing; times are of the clocks that printed them.
 
     Attributes:
-        path: the run's folder or log.
+        path: path of the run's folder or log.
         state: see `run_state.State`.
-        why: of the state, in one sentence; empty where it needs none.
-        iteration: the newest.
-        last: the iteration that ends the run.
-        time: of the newest line of an iteration.
-        loss: of the newest iteration that has one, nats per token; NaN where the newest was no number.
-        grad_norm: of the newest iteration.
-        seconds: of one iteration, without validation and checkpoints.
-        samples_per_second: of the whole job.
-        tokens_per_second: of the whole job; None where the log does not tell sequence length and batch size.
-        tokens_per_gpu: the same by GPU.
-        tflops: of one GPU; None without ``--log-throughput``.
-        rank_times: of the slowest and the fastest rank, newest; None without ``--log-straggler``.
-        gpus: of the job.
-        skipped, nan: iterations that were skipped, or whose loss was no number, since the beginning.
+        why: reason for the state, in one sentence; empty where it needs none.
+        iteration: number of the newest iteration.
+        last: number of the iteration that ends the run.
+        time: time of the newest line of an iteration.
+        loss: loss of the newest iteration that has one, nats per token; NaN where that was no number.
+        grad_norm: gradient norm of the newest iteration.
+        seconds: seconds of one iteration, without validation and checkpoints.
+        samples_per_second: speed of the whole job.
+        tokens_per_second: speed of the whole job; None where the log does not tell sequence length and batch size.
+        tokens_per_gpu: tokens per second of one GPU.
+        tflops: TFLOP/s of one GPU; None without ``--log-throughput``.
+        rank_times: newest times of the slowest and the fastest rank; None without ``--log-straggler``.
+        gpus: number of GPUs of the job.
+        skipped, nan: number of iterations that were skipped, or whose loss was no number, since the beginning.
         restarts: how often its processes were started again.
         validation_iteration, validation: the newest validation loss.
         saved: the newest checkpoint; None if there is none.
         saving: a checkpoint that is being written.
-        seconds_left: of a run that trains, to its last iteration. By the clock since the last start, so that
-            validation and checkpoints count.
+        seconds_left: seconds to the last iteration of a run that trains, by the clock since the last start, so
+            that validation and checkpoints count.
         error: what went wrong, where something did.
         error_log: the log that says so.
         trend: mean loss over the run, in at most `TREND_POINTS` points: (iteration, loss).
@@ -89,11 +89,11 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to come, as far as is known."""
+        """Returns whether nothing more is to come, as far as logs and Slurm tell."""
         return self.state in ENDED and (self.slurm is None or self.slurm.state not in RUNNING | WAITING)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON; times as ISO 8601."""
+        """Returns the status as plain data for JSON, with times as ISO 8601."""
         found = asdict(self)
         for name in ("saved", "saving", "rank_times"):
             told = getattr(self, name)
@@ -111,9 +111,10 @@ class RunReader:
     """Looks at a run again and again; each look reads only what is new in the logs."""
 
     def __init__(self, target: str) -> None:
-        """
+        """Decides whether the target is a path or a job.
+
         Args:
-            target: a run's folder, one of its logs, or a job id of Slurm's. A path that is there comes first.
+            target: a run's folder, one of its logs, or a job id of Slurm's. A path that exists comes first.
         """
         path = Path(target)
         is_job = not path.exists() and any(form.fullmatch(target) for form in (JOB_ID, PART_OF_A_JOB))
@@ -122,10 +123,10 @@ class RunReader:
         self._logs: dict[Path, GrowingLog] = {}
 
     def look(self, now: datetime | None = None) -> RunStatus:
-        """How the run is doing.
+        """Returns how the run is doing now.
 
         Args:
-            now: instead of this machine's clock.
+            now: time to use instead of this machine's clock.
 
         Raises:
             ConfigError: there are no logs, they can't be read, or Slurm can't tell where those of the job are.
@@ -150,7 +151,7 @@ class RunReader:
 
 
 def _logs_of(job: SlurmJob) -> Path | None:
-    """The folder of a job that a launcher here has written, else the file that its output goes to; None as yet."""
+    """Returns the folder of a job if it has a launcher's logs, else the file of the job's output; None without."""
     if job.script is not None and RunFolder(job.script.parent).attempts():
         return job.script.parent
     output = Path(job.output)
@@ -158,7 +159,7 @@ def _logs_of(job: SlurmJob) -> Path | None:
 
 
 def _queued(path: Path) -> SlurmJob | None:
-    """The job of a run's folder that has left no logs yet."""
+    """Returns the job of a run's folder that has left no logs yet; None where there are logs or no job."""
     folder = RunFolder(path)
     if not path.is_dir() or folder.attempts():
         return None
@@ -167,7 +168,7 @@ def _queued(path: Path) -> SlurmJob | None:
 
 
 def _quietly(job_id: str) -> SlurmJob | None:
-    """What Slurm knows; nothing where it can't be asked, or where the name is none of its jobs."""
+    """Returns what Slurm knows of a job; None where it can't be asked, or where the name is none of its jobs."""
     if not JOB_ID.fullmatch(job_id):
         return None
     try:
@@ -185,13 +186,13 @@ def _state_without_logs(job: SlurmJob) -> tuple[State, str]:
 
 
 def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | None, now: datetime) -> RunStatus:
-    """What logs and Slurm say together.
+    """Returns what logs and Slurm say together.
 
     Args:
-        logs: of the run.
-        read: what each has said.
+        logs: logs of the run.
+        read: content of each log, by path.
         job: what Slurm knows.
-        now: by this machine's clock.
+        now: current time by this machine's clock.
     """
     training = merge(read[path].training for path in logs.paths)
     attempt = merge(read[path].training for path in logs.attempts[-1].logs)
@@ -226,7 +227,7 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
 
 
 def _newest_loss(steps: Sequence[Iteration]) -> float | None:
-    """NaN only where the loss was none; an iteration that was skipped has no loss of its own."""
+    """Returns the newest loss, NaN only where it was none; an iteration that was skipped has no own loss."""
     for step in reversed(steps):
         if not math.isnan(step.loss) or not step.skipped:
             return step.loss
@@ -234,7 +235,7 @@ def _newest_loss(steps: Sequence[Iteration]) -> float | None:
 
 
 def _speed(steps: Sequence[Iteration], arguments: Mapping[str, int]) -> dict[str, Any]:
-    """What the newest lines of one start say of speed; the first one warms up."""
+    """Returns the speed by the newest lines of one start, without the first line, which warms up."""
     gpus = arguments.get("world_size")
     recent = (steps[1:] or steps)[-RECENT_LINES:]
     if not recent:
@@ -262,7 +263,7 @@ def _validation(training: TrainingLog, newest: Iteration) -> dict[str, Any]:
 
 
 def _being_saved(training: TrainingLog) -> Checkpoint | None:
-    """A checkpoint that the processes that run now have begun and not completed."""
+    """Returns the checkpoint that the running processes have begun and not completed; None without one."""
     if not training.saving:
         return None
     begun = training.saving[-1]
@@ -280,7 +281,7 @@ def _seconds_left(steps: Sequence[Iteration]) -> float | None:
 
 
 def _trend(steps: Sequence[Iteration]) -> tuple[tuple[int, float], ...]:
-    """Means over stretches of equal length."""
+    """Returns mean losses over stretches of equal length, each with its last iteration."""
     found = [step for step in steps if math.isfinite(step.loss)]
     length = math.ceil(len(found) / TREND_POINTS) or 1
     return tuple((part[-1].iteration, fmean(step.loss for step in part)) for part in batched(found, length))

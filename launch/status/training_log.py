@@ -1,4 +1,4 @@
-"""What Megatron's trainer prints, read back as numbers (the lines of training/training.py's training_log)."""
+"""Reads back the numbers that Megatron's trainer prints (the lines of training/training.py's training_log)."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ MARKS = (
 
 
 class Iteration(NamedTuple):
-    """One logged line; with ``--log-interval 1`` one optimizer step. (A tuple, as a log may have a million.)
+    """Represents one logged line (with ``--log-interval 1`` one step), as a tuple, since a log may have a million.
 
     Attributes:
-        iteration: counted from 1.
+        iteration: number of the iteration, counted from 1.
         loss: nats per token; NaN where Megatron prints none, which it does for a NaN.
         seconds: wall time of one iteration, without validation and checkpoints.
-        last: the iteration that ends the run.
+        last: number of the iteration that ends the run.
         time: by the clock of the machine that printed it, in its time zone.
-        samples: in a global batch.
-        grad_norm: None where none is printed.
-        tflops: of one GPU per second; None without ``--log-throughput``.
-        skipped, nan: iterations since the line before that were skipped, or whose loss was no number.
+        samples: number of samples in a global batch.
+        grad_norm: gradient norm; None where none is printed.
+        tflops: TFLOP/s of one GPU; None without ``--log-throughput``.
+        skipped, nan: number of iterations since the line before that were skipped, or whose loss was no number.
     """
 
     iteration: int
@@ -75,7 +75,7 @@ class Iteration(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that is written, or was being written at that time."""
+    """Represents a checkpoint that was written, or was being written, at a time."""
 
     iteration: int
     time: datetime
@@ -83,12 +83,12 @@ class Checkpoint(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """How long the forwards of one iteration take, on the ranks where it is longest and shortest.
+    """Holds how long the forwards of one iteration take, on the slowest and on the fastest rank.
 
-    A mean over the iterations since the line before (``--log-straggler``).
+    The times are means over the iterations since the line before (``--log-straggler``).
 
     Attributes:
-        slowest, fastest: the ranks.
+        slowest, fastest: numbers of the ranks.
     """
 
     time: datetime
@@ -99,7 +99,7 @@ class RankTimes(NamedTuple):
 
 
 class Milestone(NamedTuple):
-    """How training ended: ``after training is done``, or ``exiting program ...`` with the reason."""
+    """Represents the end of training: ``after training is done``, or ``exiting program ...`` with the reason."""
 
     time: datetime
     what: str
@@ -107,16 +107,16 @@ class Milestone(NamedTuple):
 
 @dataclass
 class TrainingLog:
-    """The numbers of one run, in the order printed.
+    """Holds the numbers of one run, in the order in which they were printed.
 
     Attributes:
-        printed: the lines as Megatron printed them.
+        printed: the iterations as Megatron printed them.
         validation: iteration -> validation loss, nats per token.
-        starts: when training began; once more each time that the processes were started.
-        saving: checkpoints begun.
-        saved: checkpoints complete.
+        starts: times at which training began, one for each start of the processes.
+        saving: checkpoints that were begun.
+        saved: checkpoints that are complete.
         ends: how training ended, each time.
-        rank_times: of the slowest and the fastest rank.
+        rank_times: times of the slowest and the fastest rank.
         arguments: those of Megatron's arguments that `ARGUMENT` names, as last printed.
     """
 
@@ -131,7 +131,7 @@ class TrainingLog:
     _first: int = 0  # of the lines of the processes that print now
 
     def read(self, line: str) -> Iteration | None:
-        """Take in one line of output; returns the iteration, corrected, when an iteration's line is in it."""
+        """Reads one line of output; returns the iteration, corrected, if the line has one, otherwise None."""
         found = [self._read_message(message) for message in MESSAGE.split(line)]
         return next((step for step in reversed(found) if step), None)
 
@@ -171,7 +171,7 @@ class TrainingLog:
 
     @property
     def iterations(self) -> list[Iteration]:
-        """The lines that count, each second one of a process as it was, not as printed.
+        """Returns the iterations that count; the second line of each process is corrected to be without its first.
 
         Processes that go on from a checkpoint make iterations again: of those the newest count.
         """
@@ -187,7 +187,7 @@ class TrainingLog:
 
     @property
     def this_start(self) -> list[Iteration]:
-        """Of `iterations` those of the processes that were started last."""
+        """Returns those of `iterations` that belong to the processes that were started last."""
         if self.starts and self.printed and max(self.starts) > self.printed[-1].time:
             return []
         found = self.iterations
@@ -199,11 +199,10 @@ class TrainingLog:
 
 
 def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
-    """The logs of several nodes, or of one run's several starts, as one.
+    """Merges the logs of several nodes, or of one run's several starts, into one.
 
     Args:
-        logs: the oldest first where it matters: of arguments and validation the last counts. Everything else has
-            a time.
+        logs: the oldest first, because the last one's arguments and validation count. Everything else has a time.
     """
     merged = TrainingLog()
     for log in logs:
@@ -225,7 +224,7 @@ def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
 
 
 def read_log(lines: Iterable[str]) -> TrainingLog:
-    """The numbers of a whole log, e.g. of an open file."""
+    """Returns the numbers of a whole log, e.g. of an open file."""
     log = TrainingLog()
     for line in lines:
         log.read(line)
@@ -233,7 +232,7 @@ def read_log(lines: Iterable[str]) -> TrainingLog:
 
 
 def _iteration(line: str) -> Iteration | None:
-    """An iteration's line; None for any other, and for one that another rank wrote into."""
+    """Returns the iteration of a line; None for any other line, and for one that another rank wrote into."""
     found = ITERATION.search(line)
     if not found:
         return None
@@ -262,7 +261,7 @@ def _iteration(line: str) -> Iteration | None:
 
 
 def _time(text: str) -> datetime:
-    """ValueError for a time at which nobody trained: differences of such have no end."""
+    """Returns a time; raises ValueError for a year in which nobody trains, as differences would be endless."""
     found = datetime.fromisoformat(text)
     if not 2000 <= found.year < 2200:
         raise ValueError(text)
@@ -292,14 +291,14 @@ def _loss(text: str) -> float:
 
 
 def _begins(before: Iteration, step: Iteration, starts: list[datetime]) -> bool:
-    """Whether processes were started between two lines: some say so, and all that make an iteration again do."""
+    """Returns whether a start of processes lies between two lines: it was printed, or an iteration is repeated."""
     if step.iteration <= before.iteration:
         return True
     return bool(starts) and bisect_right(starts, before.time) < bisect_right(starts, step.time)
 
 
 def _without_first(first: Iteration, second: Iteration) -> Iteration:
-    """The second line of a process without the first iteration.
+    """Returns the second line of a process without the share of its first iteration.
 
     Megatron prints the first iteration of a process without resetting its sums (is_first_iteration in
     training_log), so the second line is a mean that still has the first iteration in it.

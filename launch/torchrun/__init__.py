@@ -1,1 +1,1 @@
-"""Jobs without Slurm: torchrun on each host, over ssh or here, and its restarts."""
+"""Starts jobs without Slurm, by torchrun on each host, over ssh or on this machine, with restarts."""

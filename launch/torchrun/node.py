@@ -1,7 +1,7 @@
-"""torchrun on one host, which ends with the status of the rank that failed first.
+"""Runs torchrun on one host, and ends with the status of the rank that failed first.
 
-torchrun's own status is 1 whatever happened, and a launcher must know a refused command (2) or numbers that differ
-when computed again (17) from a failure that a restart may mend. The arguments are torchrun's.
+torchrun's own status is 1 after any failure. A launcher must tell a refused command (2), or numbers that differ
+when computed again (17), from a failure that a restart may mend. The arguments are torchrun's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main() -> None:
 
 
 def first_failure(failures: Collection[ProcessFailure]) -> ProcessFailure:
-    """Of ranks that torchrun found ended when it looked, the one that ended the others.
+    """Returns the failure that caused the others, among those that torchrun found when it looked.
 
-    It looks some ten times a second, and where it finds several it takes the lowest rank. But a rank that loses
-    another ends with 1, and the lost one by a signal or with a status of its own. torchrun then ends what is left
-    by SIGTERM, and by SIGKILL 30 s later, and counts those among the failures.
+    torchrun looks some ten times a second, and of several failures it takes that of the lowest rank. But a rank
+    that loses another one ends with 1, and the lost one by a signal or with another status. torchrun then ends the
+    remaining ranks by SIGTERM, and by SIGKILL 30 s later, and counts those among the failures.
     """
     begun = min(failure.timestamp for failure in failures)
 

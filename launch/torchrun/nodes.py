@@ -1,7 +1,7 @@
-"""One command a node, run together: their logs, one that fails ends all, and none is left behind.
+"""Runs one command for each node, keeps their logs, ends all when one fails, and leaves none behind.
 
-The commands end when their stdin does (``job.sh.jinja`` sees to it). That reaches ranks which no signal of this
-machine reaches, behind ssh, and it comes whatever ends this process.
+The commands end when their stdin does (``job.sh.jinja`` sees to it). That reaches ranks behind ssh, which no
+signal of this machine reaches, and it works however this process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CERTAIN = (2, 17)
 
 
 class Nodes:
-    """The commands of one start; a context that ends them when it is left."""
+    """Runs the commands of one start; a context manager that ends them when it is left."""
 
     def __init__(
         self,
@@ -31,11 +31,12 @@ class Nodes:
         env: Mapping[str, str],
         on_line: Callable[[bytes], None],
     ) -> None:
-        """
+        """Prepares the commands, which start when the context is entered.
+
         Args:
-            commands: each with the file for its stdout and stderr.
-            env: the whole environment of them all.
-            on_line: called with each line of any of them, in a thread of its own.
+            commands: each command with the file for its stdout and stderr.
+            env: the whole environment of each command.
+            on_line: called with each line of any command, in a thread of the command's.
         """
         self._commands, self._env, self._on_line = list(commands), dict(env), on_line
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -86,7 +87,7 @@ class Nodes:
             self._ends.put((node, status))
 
     def wait(self) -> None:
-        """Until all have ended well, or one has failed."""
+        """Waits until all commands have ended well, or one has failed."""
         for _ in self._processes:
             node, status = self._ends.get()
             if status:
@@ -94,16 +95,17 @@ class Nodes:
                 return
 
     def ask_to_save(self) -> None:
-        """Has the ranks save and end."""
+        """Asks the ranks to save and end."""
         for process in self._processes:
             with suppress(OSError, ValueError):  # that one has ended, or is being ended
                 process.stdin.write(b"save\n")
 
     @property
     def status(self) -> int:
-        """Of all; known when they have ended: that of the first failure, unless another one tells more of it.
+        """Returns the status of all commands, once they have ended.
 
-        When ranks fail together, hosts come to know it in any order.
+        It is that of the first failure, unless another one is `CERTAIN`: when ranks fail together, hosts learn of
+        it in any order.
         """
         if self.failed is None:
             return 0

@@ -1,4 +1,4 @@
-"""The script of a job without Slurm: readable, kept, and the same for each host."""
+"""Renders the script of a job without Slurm: readable, kept, and the same for each host."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Look at it with `megasched status {run_folder}`."""
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunJob:
-    """What is started.
+    """Describes a job to start.
 
     Attributes:
-        run_folder: absolute; script and logs go there.
-        directory: where the ranks start, absolute; what relative paths among the flags are relative to.
-        hosts: as ssh knows them, the first one being rank 0's; none: this machine, without ssh.
-        gpus_per_node: of each host; a rank is a GPU.
+        run_folder: absolute path of the folder for script and logs.
+        directory: absolute path where the ranks start; relative paths among the flags are relative to it.
+        hosts: names as ssh knows them, the first for rank 0; if there are none, this machine, without ssh.
+        gpus_per_node: GPUs of each host; a rank is a GPU.
         script: the training script, as ``megasched`` takes it.
-        flags: what follows it.
+        flags: the flags that follow it.
         python: the interpreter on the hosts.
-        interface: of the network between hosts; empty: NCCL and gloo choose.
+        interface: network interface between hosts; if it is empty, NCCL and gloo choose.
         environment: further variables of the ranks.
-        max_restarts: in a row without a new checkpoint.
+        max_restarts: most restarts in a row without a new checkpoint.
     """
 
     run_folder: Path
@@ -58,21 +58,21 @@ class TorchrunJob:
 
     @property
     def run_id(self) -> str:
-        """The run in eight hexadecimal digits: the mark of its processes."""
+        """Returns eight hexadecimal digits for the run, which mark its processes."""
         return f"{zlib.crc32(os.fsencode(self.run_folder)):08x}"
 
     @property
     def save(self) -> Path | None:
-        """The ``--save`` folder; None without one."""
+        """Returns the ``--save`` folder; None without one."""
         save = value_of("--save", self.flags)
         return self.directory / save if save else None
 
 
 def hosts_of(text: str) -> tuple[str, ...]:
-    """The hosts of ``node1,node2``.
+    """Returns the hosts of ``node1,node2``.
 
     Raises:
-        ConfigError: one is no host's name, or comes twice.
+        ConfigError: a word is no host's name, or a host comes twice.
     """
     hosts = tuple(text.split(",")) if text else ()
     for host in hosts:
@@ -87,7 +87,7 @@ def hosts_of(text: str) -> tuple[str, ...]:
 
 
 def render(job: TorchrunJob) -> str:
-    """The script, to be called with the host's number and the number of the start."""
+    """Renders the script, to be called with the host's number and the number of the start."""
     where = "each host" if job.hosts else "this machine"
     on = f"{len(job.hosts)} hosts, torchrun over ssh" if job.hosts else "this machine, torchrun"
     return render_template(

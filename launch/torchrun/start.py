@@ -1,4 +1,4 @@
-"""From a job to its ranks on every host, and to new starts of them after failures."""
+"""Starts a job's ranks on every host, and starts them again after failures."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ TAIL_LINES = 20
 def prepare(
     job: TorchrunJob, *, gpu: str | None = None, check_run: bool = True, ask_hosts: bool = True
 ) -> Prepared[TorchrunJob]:
-    """Makes the script and looks everything over; nothing is written.
+    """Renders the script and checks everything; writes nothing.
 
     Args:
-        gpu: for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: begin the run once here, up to training.
-        ask_hosts: whether each can be reached and has what the script names.
+        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: whether to begin the run once on this machine, up to training.
+        ask_hosts: whether to ask each host if it can be reached and has what the script names.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: the job has problems; the message lists all of them.
     """
     refuse_unusable(job)
     ask = partial(_refused, job) if ask_hosts and job.hosts else None
@@ -58,13 +58,13 @@ def prepare(
 
 
 def _refused(job: TorchrunJob) -> list[str]:
-    """Why hosts can't run the script."""
+    """Returns a reason for each host that can't run the script."""
     with ThreadPoolExecutor(len(job.hosts)) as pool:
         return [*filter(None, pool.map(partial(_refused_by_host, job), job.hosts))]
 
 
 def _refused_by_host(job: TorchrunJob, host: str) -> str:
-    """Why a host can't run the script; empty if it can."""
+    """Returns why a host can't run the script; empty if it can."""
     command = over_ssh(host, ["ls", "-d", str(job.directory), job.python])
     try:
         found = subprocess.run(
@@ -79,12 +79,12 @@ def _refused_by_host(job: TorchrunJob, host: str) -> str:
 
 
 def over_ssh(host: str, words: Sequence[str]) -> list[str]:
-    """A command on another host; ssh hands one string to the shell there."""
+    """Returns a command that runs on another host; ssh hands one string to the shell there."""
     return [*SSH, "--", host, shlex.join(words)]
 
 
 def write(prepared: Prepared[TorchrunJob]) -> Path:
-    """Puts the script into the run's folder; returns its path."""
+    """Writes the script into the run's folder, and returns its path."""
     folder = RunFolder(prepared.job.run_folder)
     write_script(folder.host_script, prepared.text, prepared.job, prepared.facts)
     return folder.host_script
@@ -95,8 +95,8 @@ class Supervisor:
     """Starts a job whose script is written, and starts it again after failures.
 
     Attributes:
-        say: called with what the launcher itself has to say.
-        on_line: called with each line of the ranks, in a thread of its own.
+        say: called with each message of the launcher itself.
+        on_line: called with each line of the ranks, in a separate thread.
         starts: the numbers of the starts so far.
     """
 
@@ -109,7 +109,7 @@ class Supervisor:
     _nodes: Nodes | None = None
 
     def run(self) -> int:
-        """To its end; returns the status.
+        """Runs the job to its end, and returns its status.
 
         Ctrl-C and SIGTERM end the ranks; at SIGUSR1 they save and end. None of them is followed by a restart.
         """
@@ -183,7 +183,7 @@ class Supervisor:
             self._ended.wait(SECONDS_TO_SAY_AGAIN)
 
     def _last_saved(self) -> str:
-        """Megatron's own word on the newest checkpoint; empty without one."""
+        """Returns Megatron's own record of the newest checkpoint; empty without one."""
         if self.job.save is None:
             return ""
         try:
@@ -209,7 +209,7 @@ def _of(saved: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody here listens on."""
+    """Returns a TCP port on which nothing listens on this machine."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

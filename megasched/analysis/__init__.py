@@ -1,1 +1,1 @@
-"""What a definition does when it runs, learnt from calls on the meta device: nothing here changes one."""
+"""Finds out what a definition does when it runs, from calls on the meta device that leave it unchanged."""

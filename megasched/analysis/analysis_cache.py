@@ -1,6 +1,6 @@
-"""Runs of one model on meta, kept for plans that would make them again.
+"""Keeps the results of runs of one model on meta, for plans that would otherwise repeat them.
 
-Plans of several layouts ask the same things: a linear is cut alike over 2 ranks and over 8.
+Plans of several layouts ask the same questions: a linear is cut alike over 2 ranks and over 8.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ USUAL_LENGTH = 4096
 
 
 class AnalysisCache:
-    """Of one model that nobody changes, with one structure and the same inputs; nor is what was found changed.
+    """Holds the analyses of one unchanging model, with one layer stack and one set of inputs.
+
+    Callers must not change the results.
 
     Args:
-        length: of a run's sequences, where it is known.
+        length: length of a run's sequences, where it is known.
     """
 
     def __init__(self, length: int | None = None) -> None:
@@ -78,7 +80,7 @@ class AnalysisCache:
     def propagate(
         self, model: nn.Module, inputs: Mapping[str, Any], assume: TpAssumptions, *, loss_takes_shards: bool
     ) -> TpFacts:
-        """As ``propagate`` does.
+        """Returns what ``tp.propagate.propagate`` derives from the model's tapes, once for each assumption.
 
         Args:
             model: the definition, replacements made.
@@ -98,7 +100,7 @@ class AnalysisCache:
     def _tape_of(
         self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, way: Way = TRIAL
     ) -> Tape:
-        """Of a trial, or of another way through the code."""
+        """Returns the tape of a trial, or of another way through the code."""
         if way is TRIAL and TRIAL not in self._tapes and structure is not None and _is_of(structure.tape, inputs):
             tape = structure.take_tape()
             assert tape is not None
@@ -111,14 +113,13 @@ class AnalysisCache:
         return self._tapes[way]
 
     def let_go(self, structure: LayerStack | None) -> None:
-        """Holds no tapes any more, nor does the structure: what was found is there, and a run that trains has no
-        other use for them."""
+        """Drops all tapes, the structure's too: training has no use for them once the results are there."""
         self._tapes.clear()
         if structure is not None:
             structure.take_tape()
 
     def ways(self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None) -> Ways:
-        """As ``find_ways`` does; without its runs where those before have shown that there is one way alone."""
+        """Returns what ``find_ways`` finds, without its runs where earlier ones have shown a single way."""
         if self._ways is None:
             short = structure and structure.code_facts
             long = (
@@ -135,14 +136,14 @@ class AnalysisCache:
 
     @collector_paused()
     def why_calls_differ(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Problem]:
-        """As ``later_calls.why_calls_differ`` does; empty where its calls are alike."""
+        """Lists the problem that ``later_calls.why_calls_differ`` finds; empty where there is none."""
         return self._once("alike", partial(why_calls_differ, model, inputs))
 
     @collector_paused()
     def why_seen(
         self, model: nn.Module, inputs: Mapping[str, Any], replaced: Collection[str], *, regions: bool
     ) -> list[Problem]:
-        """As ``stand_ins.why_seen`` does; empty where nothing is seen."""
+        """Lists the problem that ``stand_ins.why_seen`` finds; empty where there is none."""
         return self._once(
             ("seen", regions, *replaced), partial(why_seen, model, inputs, replaced, regions=regions)
         )
@@ -151,7 +152,7 @@ class AnalysisCache:
     def sizes_read(
         self, model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
     ) -> set[str]:
-        """As ``stand_ins.sizes_read`` does."""
+        """Returns the paths that ``stand_ins.sizes_read`` finds."""
         key = tuple((path, *sizes.items()) for path, sizes in shapes.items())
         if key not in self._sizes_read:
             self._sizes_read[key] = sizes_read(model, inputs, shapes)
@@ -161,7 +162,7 @@ class AnalysisCache:
     def why_by_scale(
         self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None
     ) -> list[Problem]:
-        """As ``gradient_scale.why_by_scale`` does; empty where nothing goes by how large a gradient is."""
+        """Lists the problem that ``gradient_scale.why_by_scale`` finds; empty where there is none."""
         return self._once("scale", lambda: why_by_scale(self._tape_of(model, inputs, structure)))
 
     def _once(self, key: Hashable, find: Callable[[], Problem | None]) -> list[Problem]:
@@ -178,7 +179,7 @@ class AnalysisCache:
         cuts: Mapping[str, Cut],
         counts: Mapping[str, tuple[str, ...]],
     ) -> set[str]:
-        """As ``columns_of_unproven_sizes`` does, of what ``propagate`` found."""
+        """Returns what ``columns_of_unproven_sizes`` finds for all calls in the result of ``propagate``."""
         key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
         if key not in self._unproven:
             assert self._probe is not None
@@ -191,7 +192,7 @@ class AnalysisCache:
     def forward_flops(
         self, model: nn.Module, inputs: Mapping[str, torch.Tensor], structure: LayerStack | None
     ) -> ForwardFlops:
-        """As ``forward_flops`` does, of the structure's layers."""
+        """Returns what ``flops.forward_flops`` counts for the structure's layers."""
         layers = () if structure is None else tuple(structure.layer_paths())
         key = (layers, *((name, tensor.shape) for name, tensor in inputs.items()))
         if key not in self._flops:
@@ -202,7 +203,7 @@ class AnalysisCache:
     def plan_sequence(
         self, model: nn.Module, structure: LayerStack, size: int, refuse_region: Callable[[str], str]
     ) -> CpFacts:
-        """As ``plan_sequence`` does."""
+        """Returns what ``cp.propagate.plan_sequence`` finds, reused while ``refuse_region`` answers alike."""
         known = self._sequences.setdefault(size, [])
         for answers, found in known:
             if all(refuse_region(path) == answer for path, answer in answers.items()):
@@ -230,14 +231,14 @@ class AnalysisCache:
         places: bool,
         gathered: Gathered = MappingProxyType({}),
     ) -> tuple[str, str] | None:
-        """What a model does otherwise on one of ``size`` parts of a sequence than on all of it.
+        """Finds an operation that differs between one of ``size`` parts of a sequence and the whole sequence.
 
         Args:
-            is_whole, is_outside, places: as ``what_goes_by_length`` has them.
-            gathered: as ``numbers_at`` has it.
+            is_whole, is_outside, places: arguments of ``what_goes_by_length``.
+            gathered: argument of ``numbers_at``.
 
         Returns:
-            The module and the operation; None where there is nothing, or it can't run on such a sequence.
+            The module and the operation; None where there is none, or the model can't run on the sequence.
         """
         compare = partial(what_goes_by_length, is_whole=is_whole, is_outside=is_outside, places=places)
         short, long = structure.code_facts, self._code_facts_at(model, structure)
@@ -250,7 +251,7 @@ class AnalysisCache:
         return None
 
     def _code_facts_at(self, model: nn.Module, structure: LayerStack) -> CodeFacts | None:
-        """What a forward notes on a sequence as long as a run's; None where it can't run on such a one."""
+        """Returns the facts of a forward on a sequence as long as a run's; None where the model can't run it."""
         if self.code_facts_at_length is None and not self._is_too_long:
             inputs = inputs_of(model, structure.trial_inputs())(self.length or usual_length(model))
             try:
@@ -275,7 +276,7 @@ class AnalysisCache:
 
 
 def _is_of(tape: Tape | None, inputs: Mapping[str, Any]) -> bool:
-    """Whether a tape's forward had such arguments."""
+    """Returns whether a tape's forward had equal arguments, where tensors count by shape and dtype alone."""
 
     def lie(given: Mapping[str, Any]) -> dict[str, Any]:
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -285,12 +286,15 @@ def _is_of(tape: Tape | None, inputs: Mapping[str, Any]) -> bool:
 
 
 def _frozen(value: Any) -> Hashable:
-    """Something equal for equal arguments, in their order."""
+    """Returns a hashable value that is equal for equal arguments in the same order."""
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> InputsOf:
-    """Arguments of a trial like these, for other lengths; for a model with an objective."""
+    """Returns a function that makes arguments of a trial like ``inputs`` for other lengths.
+
+    The model must have an objective.
+    """
     batch = next((len(tensor) for tensor in inputs.values() if isinstance(tensor, torch.Tensor)), 1)
 
     def made(length: int) -> dict[str, Any]:
@@ -301,7 +305,7 @@ def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> InputsOf:
 
 
 def usual_length(model: nn.Module) -> int:
-    """Of a run's sequences, where nobody has said it: 4096, or all that the model has positions for."""
+    """Returns the sequence length of a run that names none: 4096, or fewer where the model has fewer positions."""
     config = getattr(model, "config", None)
     text = config if config is None else text_config(config)
     found = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))

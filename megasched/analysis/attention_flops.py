@@ -1,13 +1,15 @@
-"""FLOPs of attention: what a run, a cut and a plan count alike."""
+"""Defines the FLOPs of attention, as runs, cuts and plans all count them."""
 
 from __future__ import annotations
 
 
 def attended(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Pairs of a query and a key that it attends to; the last query stands at the last key.
+    """Returns the number of query-key pairs in which the query attends to the key.
+
+    The last query stands at the last key.
 
     Args:
-        window: keys that a query attends to, its own included; None for all.
+        window: number of keys that a query attends to, its own included; None for all.
     """
     if not causal:
         return float(queries * keys)
@@ -18,10 +20,10 @@ def attended(queries: int, keys: int, causal: bool, window: int | None) -> float
 
 
 def attention_flops(pairs: float, width: int, value_width: int, backward: bool = False) -> float:
-    """Two products of each query with each key that it attends to forward, five backward.
+    """Returns the FLOPs of attention: two products per query-key pair in the forward, five in the backward.
 
     Args:
-        pairs: of a query and such a key, in all heads.
-        width: of a query and a key in one head.
+        pairs: number of such pairs in which the query attends to the key, over all heads.
+        width: width of a query and of a key in one head.
     """
     return 2.0 * pairs * (3 * width + 2 * value_width if backward else width + value_width)

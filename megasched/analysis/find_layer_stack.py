@@ -1,7 +1,7 @@
-"""What a definition looks like when it runs: its layers, what comes before and after them.
+"""Finds a definition's layers, and the modules that run before, between and after them.
 
-Found by two calls on meta with different batch and sequence sizes, never by names. This is what lets a
-stage be cut out of any definition whose layers form a list.
+It compares two calls on meta with different batch and sequence sizes, and never goes by names. With the result, a
+pipeline stage can be cut out of any definition whose layers form a list.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from megasched.errors import Problem, ScheduleError
 
 
 def record_definition(probe: nn.Module, structure: LayerStack) -> Tape:
-    """The tape of the smallest trial batch of a definition whose layers are known; see ``LayerStack.record``."""
+    """Returns the tape of a definition's smallest trial batch, layers being known; see ``LayerStack.record``."""
     return structure.record(probe, structure.inputs_for(probe, *SIZES[0]))
 
 
 def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
-    """A tape up to the loss, and whether the forward hands all logits, and the labels as it got them, to
-    ``loss_function``; without labels where it does not."""
+    """Returns a tape up to the loss, and whether ``loss_function`` gets all logits, and the labels unchanged.
+
+    Where it does not, the tape is of a whole forward without labels.
+    """
     inputs = trial_of(model)
     with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
         tape = record_tape(model, inputs, lines=True, until_loss=True)
@@ -54,8 +56,12 @@ def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
 
 
 def _stage_flow(tape: Tape, structure: LayerStack, layers: Sequence[str], outside: set[str]) -> StageFlow:
-    """Only a causal language model's later stages lack its inputs; other batches are read on every stage. What a
-    forward adds to the result of ``loss_function`` may read what layers left, so it is looked at, too."""
+    """Returns the flow of tensors between the layers of a tape.
+
+    Later stages lack ``input_ids`` only for a causal language model; every stage reads the batches of other
+    models. The flow goes past ``loss_function``, as code that adds to its result may read tensors that layers
+    left.
+    """
     first_stage_only = "input_ids" if objective_of(tape.model) is CAUSAL_LM else None
     return StageFlow(tape, layers, outside, structure.slot, structure.recorded, first_stage_only)
 
@@ -67,7 +73,7 @@ def _flow_at(
     length: int,
     answers: Mapping[Site, int] | None = None,
 ) -> StageFlow:
-    """What goes between the layers that are known, with a batch of these sizes."""
+    """Returns the flow of tensors between the known layers for a batch of these sizes."""
     layers = [structure.layer_path(index) for index in structure.called or range(structure.count)]
     outside = {*structure.before, *structure.between, *structure.after}
     tape = structure.record(probe, structure.inputs_for(probe, batch, length), answers)
@@ -76,7 +82,7 @@ def _flow_at(
 
 @collector_paused()
 def find_layer_stack(model: nn.Module) -> LayerStack:
-    """The structure of an HF model that was built for an objective.
+    """Finds the layer stack of an HF model that was built for an objective.
 
     Raises:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
@@ -139,14 +145,14 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
 def measure_stage_inputs(
     model: nn.Module, structure: LayerStack, batch: int, length: int, dtype: torch.dtype
 ) -> dict[OutputRef, torch.Tensor]:
-    """Place of what crosses between stages beside the hidden state -> a tensor on meta of its shape and dtype.
+    """Returns the tensors that cross between stages beside the hidden state, by their places.
 
-    They are those of a run without parallelism.
+    They are meta tensors with the shapes and dtypes of a run without parallelism.
 
     Args:
         model: the definition.
-        batch, length: of a micro-batch.
-        dtype: of the definition's parameters in that run.
+        batch, length: sizes of a micro-batch.
+        dtype: dtype of the definition's parameters in that run.
     """
     probe = meta_copy(model)
     cast_as_loaded(probe, dtype)
@@ -156,11 +162,11 @@ def measure_stage_inputs(
 def flow_of(
     model: nn.Module, structure: LayerStack, answers: Mapping[Site, int] | None = None, length: int | None = None
 ) -> tuple[Any, ...]:
-    """What goes from layer to layer, and what else a pipeline has to know, as something that can be compared.
+    """Returns the tensor flow between layers, and other facts a pipeline needs, as a tuple that can be compared.
 
     Args:
-        answers: to questions about values.
-        length: of the sequence; that of a trial by default.
+        answers: answers to questions about values.
+        length: length of the sequence; by default that of a trial.
     """
     batch, usual = SIZES[0]
     run = _flow_at(meta_copy(model), structure, batch, length or usual, answers)
@@ -169,18 +175,18 @@ def flow_of(
 
 
 def layer_stack_of(model: nn.Module) -> LayerStack | None:
-    """The same; None where there is none."""
+    """Returns the layer stack of an HF model, or None where ``find_layer_stack`` raises ``ScheduleError``."""
     with suppress(ScheduleError):
         return find_layer_stack(model)
     return None
 
 
 def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) -> None:
-    """What follows the batch and the sequence, and which floats stay in float32 in another precision.
+    """Learns which dimensions follow batch and sequence, and which floats stay float32 in another precision.
 
     Args:
-        probe: another ``meta_copy`` than that which made ``calls``: it is cast, and they may return parameters.
-        calls: up to the first layer's at least.
+        probe: another ``meta_copy`` than the one that made ``calls``: it is cast, and calls may return parameters.
+        calls: calls up to that of the first layer at least.
     """
     others, dtype = calls, torch.float32
     for dtype in (torch.bfloat16, torch.float32):
@@ -203,7 +209,10 @@ def _learn_shapes(structure: LayerStack, probe: nn.Module, calls: list[Call]) ->
 
 
 def _find_layers(model: nn.Module, calls: list[Call]) -> tuple[str, bool]:
-    """The largest list, and whether some of its layers are called more than once (shared, or in loops)."""
+    """Returns the path of the largest list of called layers, and whether some are called more than once.
+
+    The second is also True where layers are called out of their order.
+    """
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
@@ -224,7 +233,7 @@ def _find_layers(model: nn.Module, calls: list[Call]) -> tuple[str, bool]:
 
 
 def _find_slot(calls: list[Call]) -> HiddenStateArg:
-    """Where the hidden state is: the argument that is, for most layers, what the layer before returned."""
+    """Finds the hidden state: the argument that is, for most layers, a tensor that the layer before returned."""
     votes: Counter[int | str] = Counter()
     for previous, call in pairwise(calls):
         returned = {id(t) for t in tensors_in(previous.output)}
@@ -254,7 +263,7 @@ def _find_slot(calls: list[Call]) -> HiddenStateArg:
 
 
 def _handing_containers(slot: HiddenStateArg, calls: list[Call]) -> str:
-    """Why layers can't be cut that take something else than a tensor; empty where they take tensors."""
+    """Returns why layers that hand each other no tensor can't be cut; empty where they hand each other tensors."""
     handed = (slot.get(call.args, call.kwargs) for call in calls)
     names = [type(value).__name__ for value in handed if not isinstance(value, torch.Tensor)]
     return f"they hand each other a {names[0]}, and no tensor by itself" if names else ""
@@ -271,7 +280,7 @@ def _at(calls: list[Call], path: str) -> Call:
 
 
 def _shapes(path: str, first: Any, second: Any, dtype: torch.dtype) -> Any:
-    """The shape of each tensor in what a module returned in two calls; the rest stays."""
+    """Returns what a module returned, with each tensor replaced by its ``Shape``, learnt from two calls."""
 
     def one(a: Any, b: Any) -> Any:
         return shape_of(a, b, second_dtype=dtype) if isinstance(a, torch.Tensor) else a

@@ -1,10 +1,10 @@
-"""FLOPs of a definition, counted on a tape: what its own code computes, whatever the architecture.
+"""Counts the FLOPs that a definition's own code computes, from a tape of one forward, for any architecture.
 
-Counted are matrix products and convolutions, by the formulas of ``torch.utils.flop_counter``, 2 for each
-multiplication with its addition. Attention through HF's registry counts the keys that each query attends to, and
-no others: those before it, or those in the layer's window. Of experts in HF's form each token counts those that it
-is routed to. Attention in code of its own counts what that computes, masked or not; experts that a definition
-calls one by one count one token each, as which ones are called is a matter of values.
+Matrix products and convolutions count, by the formulas of ``torch.utils.flop_counter``: 2 FLOPs for each
+multiplication with its addition. Attention through HF's registry counts only the keys that each query attends to:
+those before it, or those in the layer's window. Of experts in HF's form, each token counts those that it is routed
+to. A model's own attention code counts all that it computes, masked or not. Experts that a definition calls one by
+one count one token each, because token values decide which of them are called.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megasched.definition.experts import has_form
 
 @dataclass
 class ForwardFlops:
-    """FLOPs of one forward.
+    """Holds the FLOPs of one forward.
 
     Attributes:
-        layers: of each layer, and of what runs between it and the one before.
-        before: of what runs before the first layer.
-        after: of what runs after the last one.
+        layers: FLOPs of each layer and of the code that runs between it and the layer before.
+        before: FLOPs before the first layer.
+        after: FLOPs after the last layer.
     """
 
     layers: list[float]
@@ -42,10 +42,10 @@ class ForwardFlops:
 
 
 def forward_flops(tape: Tape, layers: Sequence[str] = ()) -> ForwardFlops:
-    """Counts one forward.
+    """Counts the FLOPs of the forward that a tape holds.
 
     Args:
-        tape: of a definition; the length of its sequences counts.
+        tape: tape of a definition; the count is for the length of its sequences.
         layers: paths of the layers.
     """
     reader = _FlopCount({path for path, module in tape.model.named_modules() if has_form(module)}, layers)
@@ -93,7 +93,7 @@ class _FlopCount(TapeReader):
             self.running = None
 
     def _begin(self, layer: int) -> None:
-        """What ran since the layer before counts for this one: it is computed where this one is."""
+        """Adds the FLOPs since the layer before to this layer, which is computed in the same place."""
         if self.begun:
             self.flops.layers[layer] += self.outside
         else:
@@ -114,7 +114,7 @@ class _FlopCount(TapeReader):
         self.counted -= 1
 
     def enter_loss(self, call: RecordedLoss) -> None:
-        """What stands in for the loss is none of the definition's."""
+        """Stops counting, as the function that stands in for the loss is not part of the definition."""
         self.counted += 1
 
     def leave_loss(self, call: RecordedLoss) -> None:
@@ -123,6 +123,6 @@ class _FlopCount(TapeReader):
 
 
 def _of_experts(module: nn.Module, chosen: torch.Tensor) -> float:
-    """Each token through the experts [t, k] that were chosen for it."""
+    """Returns the FLOPs of all tokens in the experts [t, k] that were chosen for them."""
     weights = sum(p.numel() // p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
     return 2.0 * chosen.numel() * weights

@@ -1,8 +1,8 @@
-"""Which parts of NVIDIA's apex are here, and whether something else goes by its name.
+"""Finds which parts of NVIDIA's apex are installed, and whether something else goes by its name.
 
 The package called ``apex`` on PyPI is an unrelated project, and a mere folder of that name can be imported
-too. So the name decides nothing: each part has a compiled module of its own at top level, which nothing else
-ships. Modules are looked for, never imported.
+too. So the name proves nothing: each part has its own compiled module at top level, which nothing else
+ships. Modules are searched for, never imported.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _OWN_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")
 
 @dataclass(frozen=True)
 class Apex:
-    """What goes by the name of apex here.
+    """Describes the installed parts of apex, and the package that goes by its name.
 
     Attributes:
-        parts: compiled module -> whether it is here.
+        parts: compiled module -> whether it is installed.
         folder: what ``import apex`` would import; empty where there is nothing.
-        problem: what is wrong with it; empty where nothing is.
-        remedy: what to do about that.
+        problem: what is wrong with that package; empty where nothing is.
+        remedy: how to solve the problem.
     """
 
     parts: dict[str, bool]
@@ -76,7 +76,7 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 def _removal(folder: str) -> str:
-    """How to get rid of a wrong apex: pip's way where pip installed it, by hand otherwise."""
+    """Returns how to remove a wrong apex: by pip where pip installed it, otherwise by hand."""
     try:
         files = distribution("apex").files or []
     except PackageNotFoundError:

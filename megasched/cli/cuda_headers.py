@@ -1,8 +1,8 @@
-"""Whether Transformer Engine finds the CUDA headers that it compiles kernels with while a run goes on.
+"""Finds the CUDA headers with which Transformer Engine compiles kernels while a run goes on.
 
-Since 2.20 it compiles its norms with NVRTC when the first one is called
-(https://github.com/NVIDIA/TransformerEngine/pull/3156). Without the headers that call fails: once the model is
-built, on every rank.
+Since release 2.20, Transformer Engine compiles its norms with NVRTC at their first call
+(https://github.com/NVIDIA/TransformerEngine/pull/3156). Without the headers that call fails on every rank, after
+the model is built.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ REMEDY = "Set NVTE_CUDA_INCLUDE_DIR to the folder that holds it, e.g. that of pi
 
 
 def headers_problem(te_version: str, cuda: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong; empty where nothing is, or where Transformer Engine needs none.
+    """Returns what is wrong with the headers; empty where nothing is, or where Transformer Engine needs none.
 
     Args:
-        te_version: of the installed Transformer Engine.
-        cuda: version of CUDA that torch is built for, e.g. ``13.0``.
+        te_version: version of the installed Transformer Engine.
+        cuda: version of CUDA for which torch is built, e.g. ``13.0``.
     """
     if Version(te_version) < FIRST_TO_COMPILE or cuda_headers(cuda, environ) is not None:
         return ""
@@ -38,8 +38,10 @@ def headers_problem(te_version: str, cuda: str, environ: Mapping[str, str] = os.
 
 
 def cuda_headers(cuda: str, environ: Mapping[str, str]) -> Path | None:
-    """The folder of headers that Transformer Engine takes, by its common/util/cuda_runtime.cpp and
-    common/__init__.py; None without."""
+    """Returns the folder of headers that Transformer Engine takes; None without headers.
+
+    The search follows its common/util/cuda_runtime.cpp and common/__init__.py.
+    """
     for root in _roots(cuda, environ):
         for folder in (root, root / "include"):
             if (folder / HEADER).is_file():

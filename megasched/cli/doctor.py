@@ -1,4 +1,4 @@
-"""``megasched doctor``: whether a run can start on this machine, and what it will do without."""
+"""Checks for ``megasched doctor`` whether a run can start on this machine, and what it will lack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ APPLIED = {
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device: its name, memory in GiB, and compute capability, e.g. ``9.0``."""
+    """Describes a CUDA device: its name, memory in GiB, and compute capability, e.g. ``9.0``."""
 
     name: str
     memory_gib: float
@@ -40,15 +40,15 @@ class Device:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """A patch on this installation.
+    """Describes a patch on this installation.
 
     Attributes:
         name, why, targets: as the patch declares them.
-        versions: packages and ranges it is known to work with.
+        versions: packages and version ranges with which it is known to work.
         applied: ``always``, ``never`` (this installation can do without it), in a ``rehearsal`` only, or
             ``refused``: it is needed and does not fit.
-        reason: why never, or why refused.
-        active: in force in this process.
+        reason: why it is never applied, or why it is refused.
+        active: whether it is in force in this process.
     """
 
     name: str
@@ -62,15 +62,15 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that ``megasched doctor`` tells.
+    """Holds everything that ``megasched doctor`` prints.
 
     Attributes:
-        version: of megasched.
-        packages: Python, required and optional ones.
-        apex: parts of NVIDIA's apex.
-        cuda: version of CUDA that torch was built for; empty for a CPU build.
+        version: version of megasched.
+        packages: Python, the required and the optional packages.
+        apex: the parts of NVIDIA's apex.
+        cuda: version of CUDA for which torch was built; empty for a CPU build.
         devices: CUDA devices of this machine.
-        patches: all of them.
+        patches: all patches.
         problems: why no run can start; empty where one can.
         warnings: what is wrong, though a run can start.
     """
@@ -89,13 +89,13 @@ class Diagnosis:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the diagnosis as plain data for JSON."""
         packages = [{**asdict(package), "ok": package.ok} for package in self.packages]
         return {"runnable": self.runnable, **asdict(self), "packages": packages}
 
 
 def diagnose() -> Diagnosis:
-    """Looks at this process's installation and devices; changes nothing.
+    """Examines this process's installation and devices, and changes nothing.
 
     Raises:
         ConfigError: megasched itself is not installed.
@@ -158,7 +158,7 @@ def _patch(patch: registry.Patch) -> PatchReport:
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Prints a diagnosis; made for 100 columns."""
+    """Prints a diagnosis, laid out for 100 columns."""
     console.print(_packages(diagnosis))
     console.print()
     _print_apex(diagnosis.apex, console)

@@ -1,4 +1,4 @@
-"""What megasched needs, by its own metadata, and what is installed."""
+"""Finds the packages that megasched needs, according to its metadata, and those that are installed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ EXTRAS = ("te", "quickstart")
 
 @dataclass(frozen=True)
 class Package:
-    """One package that megasched works with.
+    """Describes one package that megasched works with.
 
     Attributes:
-        name: as pip knows it; also ``python``.
+        name: name by which pip knows it; also ``python``.
         supported: version range, e.g. ``>=0.19,<0.20``; empty where any version will do.
         found: installed version; empty where there is none.
-        required: nothing runs without it.
-        cost: what an optional one's absence costs.
-        where: folder it is imported from, for Megatron, which may be a checkout.
-        problem: why it can't be used although it is found; empty where it can.
+        required: whether nothing runs without it.
+        cost: what the absence of an optional package costs.
+        where: folder from which Megatron, which may be a checkout, is imported.
+        problem: why the package can't be used although it is found; empty where it can.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Package:
 
     @property
     def ok(self) -> bool:
-        """Found, within the range, and without a problem of its own."""
+        """Returns whether the package is found, in the supported range and without a problem."""
         if not self.found or self.problem:
             return False
         return SpecifierSet(self.supported).contains(self.found, prereleases=True)
 
 
 def find_packages() -> list[Package]:
-    """Python, what is required and what is optional, in this order.
+    """Returns Python, the required packages and the optional ones, in this order.
 
     Raises:
-        ConfigError: megasched is imported without being installed, so that nothing says what it needs.
+        ConfigError: megasched is imported without being installed, so that no metadata says what it needs.
     """
     try:
         lines, python = requires("megasched") or [], metadata("megasched")["Requires-Python"]
@@ -91,7 +91,7 @@ def _package(requirement: Requirement) -> Package:
 
 
 def _megatron(supported: str) -> Package:
-    """The Megatron that a run would import: a checkout on PYTHONPATH comes before the installed package."""
+    """Returns the Megatron that a run would import: a checkout on PYTHONPATH precedes the installed package."""
     installed = _installed("megatron-core")
     try:
         megatron = find_megatron()
@@ -108,5 +108,5 @@ def _installed(name: str) -> str:
 
 
 def _in_order(specifiers: SpecifierSet) -> str:
-    """Lower bound first, as people write it."""
+    """Returns the specifiers as text, the lower bound first, as people write them."""
     return ",".join(sorted(map(str, specifiers), key=lambda text: (not text.startswith(">"), text)))

@@ -1,4 +1,4 @@
-"""The commands that start runs: ``megasched launch slurm | torchrun | local``."""
+"""Defines the commands that start runs: ``megasched launch slurm | torchrun | local``."""
 
 from __future__ import annotations
 
@@ -191,15 +191,15 @@ def _run_folder(folder: Path | None, job_name: str) -> Path:
 def launch_slurm(
     job: SlurmJob, *, gpu: str | None, check_run: bool, dry_run: bool, times: int, as_json: bool
 ) -> None:
-    """Checks a job, writes its script and submits it; what was found is printed.
+    """Checks a job, prints the findings, writes its script and submits it.
 
     Args:
-        gpu, check_run: as ``prepare`` takes them.
+        gpu, check_run: passed to ``prepare``.
         dry_run: print the script alone.
-        times: as ``enqueue`` takes it.
+        times: passed to ``enqueue``.
 
     Raises:
-        ConfigError: whatever is wrong; nothing is written or submitted then.
+        ConfigError: the check finds a problem, before anything is written; or Slurm refuses the written script.
     """
     prepared = by_slurm.prepare(job, gpu=gpu, check_run=check_run, ask_slurm=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
@@ -216,17 +216,17 @@ def launch_slurm(
 
 
 def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_run: bool, as_json: bool) -> int:
-    """Checks a job, writes its script, and runs it to its end, restarts included; what was found is printed.
+    """Checks a job, prints the findings, writes its script, and runs it to its end, restarts included.
 
     Args:
-        gpu, check_run: as ``prepare`` takes them.
+        gpu, check_run: passed to ``prepare``.
         dry_run: print the script alone.
 
     Returns:
-        The status.
+        The exit status.
 
     Raises:
-        ConfigError: whatever is wrong; nothing is written or started then.
+        ConfigError: the check finds a problem; nothing is written or started then.
     """
     prepared = by_torchrun.prepare(job, gpu=gpu, check_run=check_run, ask_hosts=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
@@ -244,10 +244,10 @@ def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_r
 
 
 def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
-    """Checks a job and rehearses it here; returns the status.
+    """Checks a job, rehearses it on this machine, and returns the exit status.
 
     Raises:
-        ConfigError: whatever is wrong; nothing is started then.
+        ConfigError: the check finds a problem; nothing is started then.
     """
     refuse_unusable(job)
     checked = check(job.script, job.flags, job.ranks) if check_run else None
@@ -272,7 +272,7 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
 
 
 def _print_script(text: str, found: dict[str, Any], as_json: bool) -> None:
-    """A dry run: the script alone, or with what the check has found."""
+    """Prints the script of a dry run: alone, or as JSON with the findings of the check."""
     if as_json:
         print_json({**found, "script": text})
     else:
@@ -280,12 +280,12 @@ def _print_script(text: str, found: dict[str, Any], as_json: bool) -> None:
 
 
 def _say(text: str) -> None:
-    """On stderr: stdout is for what was asked for."""
+    """Prints a message on stderr, because stdout carries the result that was asked for."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
-    """What becomes of the ranks' lines, beside their logs: those of one machine are shown, as torchrun does."""
+    """Returns a function that shows the ranks' lines, as torchrun does, or drops them for a job on hosts."""
     output = sys.stderr.buffer if as_json else sys.stdout.buffer
 
     def show(line: bytes) -> None:
@@ -296,7 +296,7 @@ def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
 
 
 def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:
-    """Prints what the check has found, and gives it for JSON."""
+    """Prints the findings of the check and returns its facts and warnings for JSON; without a check, none."""
     if checked is None:
         return {"facts": {}, "warnings": []}
     facts = checked.facts

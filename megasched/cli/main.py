@@ -1,8 +1,8 @@
-"""The command ``megasched``; also ``python -m megasched``.
+"""Defines the command ``megasched``, also called by ``python -m megasched``.
 
 ``megasched pretrain_gpt.py ...`` runs a Megatron training script under a schedule; its arguments are Megatron's
-and never pass through the parser here. Everything else is a command of its own. What takes long to import is
-imported by the commands that need it, when they run.
+and never pass through this parser. Everything else is a subcommand. Modules that take long to import are imported
+by the commands that need them, when they run.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command; ends in ``SystemExit``, except after a script.
+    """Runs one command, and ends with ``SystemExit`` unless the command is a script.
 
-    Exit status: 0; 1 for an error, told in one message on stderr; 2 for wrong usage; a script's own.
+    The exit status is 0; 1 after an error, which is printed to stderr as one message; 2 after wrong usage. A
+    script has its own status.
 
     Args:
-        argv: the arguments after the program's name; the process's own by default.
+        argv: the arguments after the program's name; those of the process by default.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     print_anything()
@@ -75,14 +76,14 @@ def _end_with(message: str) -> NoReturn:
 
 
 def print_anything() -> None:
-    """Names of files may have no text in UTF-8; printed, such bytes are escaped."""
+    """Makes stdout and stderr escape bytes that have no text in UTF-8, as names of files may contain."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook or a test puts something else there
             stream.reconfigure(errors="backslashreplace")
 
 
 def _one_value_an_option(arguments: list[str]) -> list[str]:
-    """``--hf-override a=1 b=2``, as Megatron's parser takes it, with the option before each value."""
+    """Returns ``--hf-override a=1 b=2``, as Megatron's parser takes it, with the option before each value."""
     found: list[str] = []
     inside = False
     for argument in arguments:

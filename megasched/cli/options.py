@@ -1,4 +1,4 @@
-"""Options that several commands have, by Megatron's names and short ones."""
+"""Defines the options that several commands share, under Megatron's names and short ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 def layout_of(
     tp: int, sp: bool, pp: int, cp: int, ep: int, *, vp: int = 1, dp: int = 1, **more: Any
 ) -> ParallelDims:
-    """The layout that these options say; ``more`` by its own names."""
+    """Returns the layout that these options describe; ``more`` holds further fields of ``ParallelDims``."""
     return ParallelDims(
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,

@@ -1,4 +1,4 @@
-"""How commands print what they have found out: where, as JSON or for a reader, and amounts in few characters."""
+"""Prints the results of commands, as JSON or for a reader, and formats amounts in few characters."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BYTES_16_BITS = 2
 
 
 def report_console() -> Console:
-    """Standard output; in colours and at its own width when it is a terminal."""
+    """Returns a console on standard output, which has colours and its own width when it is a terminal."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(highlight=False, width=width)
 
 
 class Report(Protocol):
-    """What a command has found out."""
+    """Represents the result of a command."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the result as plain data for JSON."""
 
 
 def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_json: bool) -> None:
-    """Prints what a command has found out: as JSON, or as ``view`` shows it in a terminal."""
+    """Prints the result of a command: as JSON, or as ``view`` shows it in a terminal."""
     if as_json:
         print_json(found.to_dict())
     else:
@@ -43,7 +43,7 @@ def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_j
 
 
 def plain_table(*headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
-    """Makes a table without lines, with these columns; ``overflow`` as rich takes it for each of them."""
+    """Returns a table without lines that has these columns; rich applies ``overflow`` to each of them."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, overflow=overflow)
@@ -52,7 +52,7 @@ def plain_table(*headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Megatron and torch say while they are imported which kernels they lack; ``megasched doctor`` says it."""
+    """Runs its body without Megatron's and torch's warnings on missing kernels; ``megasched doctor`` has them."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -65,7 +65,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def format_count(count: int) -> str:
-    """``8.03 B``, ``124.4 M``, ``61,440``."""
+    """Returns a count in few characters: ``8.03 B``, ``124.4 M``, ``61,440``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if count >= size:
             value = count / size
@@ -74,7 +74,7 @@ def format_count(count: int) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """``1.50 GiB``, ``12.0 MiB``, ``512 B``."""
+    """Returns a number of bytes in few characters: ``1.50 GiB``, ``12.0 MiB``, ``512 B``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             value = count / size

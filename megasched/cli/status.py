@@ -1,4 +1,4 @@
-"""``megasched status``: how a run is doing, as one screen, live or once, or a line for each change."""
+"""Prints for ``megasched status`` how a run is doing: one screen, live or once, or a line for each change."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def status(
 
 
 def screen(found: RunStatus, now: datetime) -> RenderableType:
-    """Puts all that is known of a run on one screen.
+    """Returns everything that is known of a run as one screen.
 
     Args:
-        found: what is known.
-        now: for what is said as "2 min ago".
+        found: the status of the run.
+        now: the current time, for texts like "2 min ago".
     """
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
@@ -105,7 +105,7 @@ def screen(found: RunStatus, now: datetime) -> RenderableType:
 
 
 def summary(found: RunStatus, now: datetime) -> str:
-    """Says the same in one line, for a log."""
+    """Returns the status of a run as one line for a log."""
     told = [f"{now:%Y-%m-%d %H:%M:%S}  {_state(found.state)}"]
     if found.iteration:
         told.append(f"iteration {found.iteration} of {found.last}")
@@ -124,13 +124,13 @@ def print_status(found: RunStatus, console: Console, now: datetime | None = None
 
 
 def watch_run(look: Callable[[], RunStatus], console: Console, interval: float) -> None:
-    """Looks again and again until the run has ended.
+    """Shows a run again and again until it has ended.
 
-    On a terminal the screen is drawn again; elsewhere a line is printed when something has changed.
+    On a terminal the screen is redrawn; elsewhere a line is printed when something has changed.
 
     Args:
-        look: takes a look.
-        console: where it is shown.
+        look: returns the run's current status.
+        console: where the status is shown.
         interval: seconds between two looks.
     """
     if not console.is_terminal:
@@ -246,7 +246,7 @@ def _finish(found: RunStatus, now: datetime) -> Text:
 
 
 def _clock(moment: datetime, now: datetime) -> str:
-    """The time, with the date where it is another day."""
+    """Returns the time of a moment, with the date where it is another day."""
     return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
 
 
@@ -255,7 +255,7 @@ def _ago(moment: datetime, now: datetime) -> str:
 
 
 def span(seconds: float) -> str:
-    """``42 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    """Returns a duration in words: ``42 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

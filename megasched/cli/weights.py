@@ -1,4 +1,4 @@
-"""The commands for weights: ``megasched import``, ``export`` and ``inspect``."""
+"""Defines the commands for weights: ``megasched import``, ``export`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _bytes(text: str) -> int:
 
 
 def print_imported(found: Imported, console: Console) -> None:
-    """What was written, and how a run takes it."""
+    """Prints what was written, and how a run loads it."""
     console.print(f"{escape(str(found.checkpoint))}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
     if found.left_aside:
         console.print(escape(found.left_aside), soft_wrap=True)
@@ -140,7 +140,7 @@ def print_imported(found: Imported, console: Console) -> None:
 
 
 def print_exported(found: Exported, console: Console) -> None:
-    """What was written, of which checkpoint."""
+    """Prints what was written, of which checkpoint, and how to load it."""
     kind = "LoRA adapter of " if found.adapter else ""
     weights = f"{kind}{found.architecture} in {found.dtype}, {_weights(found.tensors, found.bytes)}"
     console.print(f"{escape(str(found.output))}: {weights}, of iteration {found.iteration}", soft_wrap=True)
@@ -152,7 +152,7 @@ def print_exported(found: Exported, console: Console) -> None:
 
 
 def print_inspection(found: Inspection, console: Console) -> None:
-    """A checkpoint as tables."""
+    """Prints the contents of a checkpoint as tables."""
     console.print(f"[bold]{escape(str(found.folder))}[/bold]", soft_wrap=True)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -184,7 +184,7 @@ def print_inspection(found: Inspection, console: Console) -> None:
 
 
 def _told(layout: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What of a layout is worth a word: sizes over 1, and what is on."""
+    """Returns the part of a layout that is worth printing: sizes over 1, and options that are on."""
     told = {name: value for name, value in layout.items() if value is True or value not in (None, False, 1)}
     return [(name, "" if value is True else value) for name, value in told.items()] or [("one rank", "")]
 

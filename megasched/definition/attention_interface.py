@@ -1,4 +1,4 @@
-"""transformers' registry of attention functions, and the names under which a run has its own there."""
+"""Registers the attention functions of a run in transformers' registry, under names of their own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ HARMLESS = frozenset(
 
 
 def register(function: Callable[..., Any]) -> None:
-    """Makes a function an attention implementation of transformers, with HF's own masks for SDPA or eager
-    attention."""
+    """Registers a function as an attention implementation of transformers, with HF's masks for SDPA or eager."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
@@ -36,7 +35,7 @@ def register(function: Callable[..., Any]) -> None:
 
 
 def registered() -> Callable[..., Any]:
-    """The function of a run; one that only says so where none was registered."""
+    """Returns the registered function of a run, or one that raises an error if there is none."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(NAME, _missing)
@@ -49,7 +48,7 @@ def _missing(*args: Any, **kwargs: Any) -> NoReturn:
 
 @contextmanager
 def use_attention(function: Callable[..., Any]) -> Iterator[None]:
-    """Has another function called for attention while a trial lasts."""
+    """Runs its body with another attention function, for the duration of a trial."""
     from transformers.modeling_utils import AttentionInterface
 
     before = registered()

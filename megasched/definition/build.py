@@ -1,4 +1,4 @@
-"""From an HF model folder (or config) to the definition, unmodified, with its parameters on the meta device."""
+"""Builds the unmodified definition from an HF model folder or config, with its parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @cache
 def check_transformers() -> None:
-    """Definitions change from release to release; only those of a known range are known to run.
+    """Checks the version of transformers: definitions change with releases, and only a known range is tested.
 
     Raises:
-        ConfigError: the installed transformers is outside of it.
+        ConfigError: the installed version is outside the supported range.
     """
     found = version("transformers")
     if not SpecifierSet(TRANSFORMERS).contains(found, prereleases=True):
@@ -47,14 +47,13 @@ LARGE = 2**30  # bytes
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Modules constructed inside hold their parameters on the meta device; buffers stay real.
+    """Runs its body so that modules constructed in it have their parameters on the meta device; buffers stay real.
 
-    Each parameter is moved as it is registered, before its initialisation runs, so that nothing of its
-    size is ever touched. Buffers (rotary frequencies and the like) are computed as the class does it,
-    so that nothing has to be rebuilt afterwards. A parameter registered at two places stays one.
-    What ``torch.empty`` makes above ``LARGE`` bytes is on meta at once: all experts of a layer are one tensor,
-    in DeepSeek-V3 of 28 GiB, which no memory may be there to promise. What is to hold values and is as large is
-    refused: it is a size in the config that no model has.
+    Each parameter is moved when it is registered, before its initialisation runs, so that no memory of its size is
+    ever touched. Buffers (rotary frequencies and the like) are computed by the class, so that they need not be
+    rebuilt afterwards. A parameter registered at two places stays one. A result of ``torch.empty`` above ``LARGE``
+    bytes is made on meta directly: all experts of a layer are one tensor, of 28 GiB in DeepSeek-V3, for which
+    memory may not suffice. Other factories of that size are refused: no model has a buffer so large.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -98,12 +97,12 @@ def init_empty_weights() -> Iterator[None]:
 def load_config(
     hf_model: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The HF config of a folder, a ``config.json`` file or a hub id, as if ``key=value`` overrides stood in it.
+    """Returns the HF config of a folder, a ``config.json`` file or a hub id, with ``key=value`` overrides applied.
 
     Args:
         hf_model: folder that holds ``config.json``, that file itself, or a hub id.
-        overrides: ``key=value`` strings; values are JSON where they parse as such, text otherwise; nested
-            fields are written with dots (``text_config.hidden_size=64``).
+        overrides: ``key=value`` strings, applied as if they stood in the file; values are JSON where they parse as
+            JSON, text otherwise; nested fields are written with dots (``text_config.hidden_size=64``).
         trust_remote_code: run Python code that comes with the model; off unless the user asks for it.
 
     Raises:
@@ -134,7 +133,7 @@ def load_config(
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the decoder's part of a config; of sizes that differ by layer, the one for all layers."""
+    """Returns a copy of the decoder's part of a config; sizes that differ by layer give the one for all layers."""
     text = copy.deepcopy(config.get_text_config(decoder=True))
     if getattr(text, "is_heterogeneous", False):
         # Megatron has one number for each size, for its bookkeeping.
@@ -145,10 +144,10 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 def build_definition(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The HF model of this config: stock class, parameters on meta (float32), buffers real.
+    """Returns the HF model of a config: stock class, parameters on meta (float32), buffers real.
 
     Args:
-        objective: what it is to be trained for, which says the class.
+        objective: training task, which decides the class.
 
     Raises:
         ConfigError: transformers has no such model, or lacks a package for it.
@@ -181,17 +180,17 @@ def build_definition(
 
 
 def _place(error: Exception) -> str:
-    """``file:line`` that raised it."""
+    """Returns the ``file:line`` that raised the error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def kept_in_float32(definition: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> frozenset[str]:
-    """Which parameters and buffers transformers holds in float32 where a model is loaded in ``dtype``.
+    """Returns the parameters and buffers that transformers keeps in float32 when it loads a model in ``dtype``.
 
-    Some in half precision would change what a model does: what corrects a router's choice, the decay of a state.
-    ``PreTrainedModel._keep_in_fp32_modules_strict`` names them, and ``_keep_in_fp32_modules`` what only float16 is
-    too narrow for; a name is kept that one of these patterns is found in (transformers/core_model_loading.py,
+    In half precision they would change the model: the correction of a router's choice, the decay of a state.
+    ``PreTrainedModel._keep_in_fp32_modules_strict`` names them, and ``_keep_in_fp32_modules`` those for which only
+    float16 is too narrow; a pattern may match anywhere in a name (transformers/core_model_loading.py,
     ``convert_and_load_state_dict_in_model``).
     """
     import torch
@@ -210,8 +209,10 @@ _FOLLOWING = "_megasched_buffers_following_dtype"
 
 
 def buffers_following_dtype(definition: nn.Module) -> frozenset[str]:
-    """Buffers outside of the state that have the dtype in which transformers loads a model (Gemma's scale of the
-    embedding, GPT's mask). Rotary frequencies are float32 in any."""
+    """Returns the non-persistent buffers that have the dtype in which transformers loads a model.
+
+    Examples are Gemma's scale of the embedding and GPT's mask. Rotary frequencies are always float32.
+    """
     if not hasattr(definition, _FOLLOWING):
         setattr(definition, _FOLLOWING, _follow_dtype(definition))
     found: frozenset[str] = getattr(definition, _FOLLOWING)
@@ -219,8 +220,10 @@ def buffers_following_dtype(definition: nn.Module) -> frozenset[str]:
 
 
 def _follow_dtype(model: nn.Module) -> frozenset[str]:
-    """A model of another dtype tells them; that takes time, so where there are only rotary frequencies, none is
-    made."""
+    """Finds these buffers with a second model in another dtype.
+
+    Building it takes time, so it is skipped if all float32 buffers are rotary frequencies.
+    """
     import torch
 
     asked = [
@@ -239,7 +242,7 @@ def _follow_dtype(model: nn.Module) -> frozenset[str]:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a copy of a definition the dtypes that a run has in which ``dtype`` is that of the parameters.
+    """Casts a copy of a definition to the dtypes that it has in a run with parameters in ``dtype``.
 
     Args:
         model: may have been cast before.
@@ -259,7 +262,7 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Those of floating-point numbers: their name, their module, and their name there."""
+    """Yields each floating-point buffer's full name, its module, and its name in that module."""
     for path, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

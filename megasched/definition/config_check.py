@@ -1,7 +1,7 @@
-"""The file of an HF config, looked at before its class is asked to make anything of it.
+"""Checks the file of an HF config before its class reads it.
 
-A class believes what it is told: of a thousand million layers it makes a list with the kind of each before anybody
-could say that there are too many.
+A class trusts the file: for a thousand million layers it makes a list with the kind of each, before anyone can
+refuse the number.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ SIZES = (
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The dictionary of a ``config.json``.
+    """Returns the dictionary of a ``config.json``.
 
     Raises:
-        ConfigError: it can't be read, or is no object.
+        ConfigError: it can't be read, or is no JSON object.
     """
     found: dict[str, Any] = read_json(path, CONFIG, FORM)
     return found
 
 
 def refuse_odd_config(path: Path) -> None:
-    """
+    """Checks that a config file has no number that no model can have.
+
     Raises:
-        ConfigError: the file can't be read, or a number in it is none that a model can have.
+        ConfigError: the file can't be read, or it has such a number.
     """
     for why in odd_sizes(read_config_file(path)):
         raise CONFIG.refusal(path, why)
 
 
 def odd_sizes(file: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """What of the sizes in a config no model can have, by itself or together."""
+    """Yields a message for each size in a config that no model can have, alone or with others."""
     layers = experts = 1
     for name, value in file.items():
         place = f"{where}.{name}" if where else name
@@ -94,11 +95,11 @@ def odd_sizes(file: Mapping[str, Any], where: str = "") -> Iterator[str]:
 
 
 def config_fault(path: Path, error: Exception) -> str:
-    """What a class has against a config, with the field, where one alone is to blame.
+    """Returns a class's complaint about a config, with the field if a single one is to blame.
 
     Args:
         path: of the folder or file.
-        error: what the class has raised, from wherever in it.
+        error: exception that the class raised, from anywhere in it.
     """
     said = " ".join(str(error).split())
     why = f"{type(error).__name__}: {said}" if not isinstance(error, OSError | ValueError) or not said else said
@@ -110,7 +111,7 @@ def config_fault(path: Path, error: Exception) -> str:
 
 
 def _blamed(file: dict[str, Any]) -> str:
-    """The one field without which the class takes the config; empty where there is none such, or no such class."""
+    """Returns the one field without which the class accepts the config; empty if there is no such field."""
     from transformers import AutoConfig
 
     kind = file.get("model_type")

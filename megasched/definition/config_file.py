@@ -1,8 +1,8 @@
-"""The file of an HF config: what of it was given, and what its class would derive anyway.
+"""Separates the values in the file of an HF config that were given from those that its class derives anyway.
 
-``save_pretrained`` writes what a class derived beside what was given: the kinds of the layers, which follow from
-their number and a window; the size of a head, which follows from the width. Where a file's value is the one that
-the class would derive, nobody can tell that it was meant; a value that differs is the file's own.
+``save_pretrained`` writes derived values beside given ones: the kinds of the layers, which follow from their
+number and a window; the size of a head, which follows from the width. A value that equals the derived one need not
+have been meant; a value that differs is the file's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Path = tuple[str, ...]
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What classes say of configs that are made to look at them is not for the user."""
+    """Runs its body without log messages of transformers about configs that are only made for inspection."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -37,12 +37,12 @@ def quietly() -> Iterator[None]:
 
 
 def make_config(config: PretrainedConfig, file: Mapping[str, Any]) -> PretrainedConfig:
-    """A config of the same class, from another file."""
+    """Returns a config of the same class, made from another file."""
     return type(config).from_dict(copy.deepcopy(dict(file)), name_or_path=config.name_or_path)
 
 
 def config_or_none(config: PretrainedConfig, file: Mapping[str, Any]) -> PretrainedConfig | None:
-    """``make_config``; None where the class refuses that file."""
+    """Returns the result of ``make_config``, or None if the class refuses that file."""
     try:
         return make_config(config, file)
     except Exception:  # each class validates in its own way; without a field that it needs there is no config
@@ -50,10 +50,10 @@ def config_or_none(config: PretrainedConfig, file: Mapping[str, Any]) -> Pretrai
 
 
 def without_derived(config: PretrainedConfig, file: dict[str, Any], overridden: set[Path]) -> dict[str, Any]:
-    """The file without the values that the class gives the config where they are not there.
+    """Returns the file without the values that the class sets itself when they are missing.
 
     Args:
-        overridden: fields that are not left out: others may follow from them.
+        overridden: fields that are not removed: others may follow from them.
     """
     whole = make_config(config, file)
     wanted = whole.to_dict()
@@ -74,7 +74,7 @@ def without_derived(config: PretrainedConfig, file: dict[str, Any], overridden: 
 def _without_defaults(
     config: PretrainedConfig, file: dict[str, Any], asked: Sequence[Path], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The file without what it has as a config without all of it has: most fields, and all of them at once."""
+    """Returns the file without the values that a config without them has, too: most fields, in one step."""
     bare = config_or_none(config, without(file, asked))
     if bare is None:
         return file
@@ -89,7 +89,7 @@ def _is_config(config: PretrainedConfig, file: dict[str, Any], wanted: Mapping[s
 
 
 def _candidates(target: Any, level: Any, values: Any, overridden: set[Path], path: Path = ()) -> Iterator[Path]:
-    """Paths of what the file holds and the config has as the file says it."""
+    """Yields the paths of fields that have the same value in the file and in the config."""
     from transformers import PretrainedConfig
 
     for name, value in level.items():
@@ -108,7 +108,7 @@ def _candidates(target: Any, level: Any, values: Any, overridden: set[Path], pat
 
 
 def _has_default(config: PretrainedConfig, path: Path) -> bool:
-    """Whether the class has a value for the field that does not follow from others: those that do go first."""
+    """Returns whether a field has a fixed default; fields that follow from others are tried for removal first."""
     target = value_at(config, path[:-1])
     if isinstance(target, dict):
         return False
@@ -119,7 +119,7 @@ def _has_default(config: PretrainedConfig, path: Path) -> bool:
 
 
 def value_at(target: Any, path: Path) -> Any:
-    """A field of a config, or of the dictionary of one; None where there is none."""
+    """Returns a field of a config, or of its dictionary; None if there is none."""
     for name in path:
         fields = target if isinstance(target, dict) else getattr(target, "__dict__", {})
         # Of sizes that differ by layer, only the field itself may be asked for the one for all.
@@ -128,14 +128,14 @@ def value_at(target: Any, path: Path) -> Any:
 
 
 def put(level: dict[str, Any], path: Path, value: Any) -> None:
-    """Sets a field of a dictionary, and makes the parts that it is in."""
+    """Sets a field of a dictionary, and creates its missing parents."""
     for name in path[:-1]:
         level = level.setdefault(name, {})
     level[path[-1]] = copy.deepcopy(value)
 
 
 def without(file: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
-    """A copy of a dictionary that lacks some fields."""
+    """Returns a copy of a dictionary without some fields."""
     found = copy.deepcopy(file)
     for path in paths:
         level = value_at(found, path[:-1])

@@ -1,4 +1,4 @@
-"""Embeddings of which the table can be cut: torch's, and instances of subclasses that only look up in it."""
+"""Finds embeddings whose table can be sharded: torch's, and subclasses' instances that only look up rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def looks_up(module: nn.Module) -> bool:
-    """Whether all that a module does with its table is ``nn.Embedding``'s lookup, with none of its extras.
+    """Returns whether a module uses its table only through ``nn.Embedding``'s plain lookup, without extra options.
 
-    HF subclasses ``nn.Embedding`` to scale or norm what is looked up. An instance of such a class is called
-    without its table: it may read it by ``super().forward`` alone.
+    HF subclasses ``nn.Embedding`` to scale or normalise the rows. An instance of such a class is called without
+    its table: it may read the table only through ``super().forward``.
     """
     from torch import nn
 
@@ -37,7 +37,7 @@ def _reads_no_table(module: nn.Embedding) -> bool:
             return torch.empty(*ids.shape, self.embedding_dim, device="meta")
 
     class Unread(torch.Tensor):
-        """May be asked for its dtype and device, as scales are made of."""
+        """Stands in for the table, and allows reading only its dtype and device, for computing scales."""
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

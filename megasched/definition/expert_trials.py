@@ -1,9 +1,9 @@
-"""Whether the experts that a module holds can be computed apart: tried with numbers on a small copy of it.
+"""Tries with numbers, on a small copy of a module, whether its experts can be computed separately.
 
-Expert parallelism has each rank compute some of the experts on the tokens that were sent to them, each pair of a
-token and an expert by itself, and adds the results up; context parallelism gives a module some of the tokens. Code
-may do otherwise: drop what is over a capacity, have the weights of a token's experts add up to one, add something
-once.
+Under expert parallelism each rank computes some of the experts on the tokens that were sent to them, each pair of
+a token and an expert separately, and the results are added up; under context parallelism a module gets some of the
+tokens. Code may break this: drop tokens beyond a capacity, normalise the weights of a token's experts, add
+something once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _TRIED: dict[Any, str] = {}
 
 
 def why_not_apart(module: nn.Module) -> str:
-    """Why the experts of a module in HF's form (``experts.has_form``) can't be computed apart; empty: they can."""
+    """Returns why the experts of a module in HF's form can't be computed separately; empty if they can.
+
+    See ``experts.has_form`` for the form.
+    """
     state = tree_state(module)
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return tried_once(_TRIED, None if state is None else (state, implementation), partial(_tried, module))
@@ -47,8 +50,7 @@ def _tried(module: nn.Module) -> str:
 
 
 def _small(module: Any) -> Any:
-    """A copy with as many experts, of small sizes in real numbers; numbers among its attributes that are sizes are
-    those of the copy."""
+    """Returns a copy with as many experts but small, real parameters; its attributes are adjusted to the sizes."""
     own = {name: held for name, held in module._parameters.items() if held is not None}
     sizes = _small_sizes({length for held in own.values() for length in held.shape[1:]})
     generator = torch.Generator().manual_seed(0)
@@ -70,8 +72,10 @@ def _small(module: Any) -> Any:
 
 
 def _small_sizes(lengths: Iterable[int]) -> dict[int, int]:
-    """A size -> that of the copy; what is twice another stays so, as gate and up in one are. Kernels want
-    multiples of 8, where the sizes are."""
+    """Maps each size to that of the copy; a size that is twice another stays so, for gate and up in one tensor.
+
+    Sizes are multiples of 8, as kernels require, where the originals are.
+    """
     found: dict[int, int] = {}
     for length in sorted(lengths):
         half = found.get(length // 2) if length % 2 == 0 else None
@@ -80,8 +84,10 @@ def _small_sizes(lengths: Iterable[int]) -> dict[int, int]:
 
 
 def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
-    """Whether it trains, the scale of tokens, and the experts of each token [t, k]: all of them, the same for all
-    tokens, one for each."""
+    """Yields cases: the training flag, the scale of tokens, and the experts of each token [t, k].
+
+    Tokens use all experts, the same ones, or one each.
+    """
     chosen = min(3, experts)
     tokens = 2 * -(-experts // chosen)
     in_turn = (torch.arange(tokens * chosen) % experts).view(tokens, chosen)
@@ -116,7 +122,7 @@ def _why_not(small: Any, scale: float, index: torch.Tensor) -> str:
 
 
 def _width(small: Any) -> int:
-    """Of a token: what the first matrices of experts take."""
+    """Returns the hidden size of a token, read from the first matrices of experts."""
     matrices = next(held for held in small._parameters.values() if held is not None and held.dim() == 3)
     return matrices.shape[1 if small.is_transposed else 2]
 
@@ -128,7 +134,7 @@ def _gradients(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.
 
 
 def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What halves of the experts make of halves of the tokens, each pair of both by itself, added up."""
+    """Returns the sum of the results of each half of the experts on each half of the tokens, pair by pair."""
     tokens, choices = index.shape
     pairs = torch.arange(tokens * choices)
     whole = hidden.new_zeros(tokens * choices, hidden.shape[1])
@@ -148,5 +154,5 @@ def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch
 
 
 def _halves(count: int) -> list[tuple[int, int]]:
-    """Bounds of two parts, or of one that can't be halved."""
+    """Returns the bounds of two halves, or of the whole if it can't be halved."""
     return [(0, count // 2), (count // 2, count)] if count > 1 else [(0, count)]

@@ -1,9 +1,9 @@
-"""Experts of a mixture: the module of HF's that holds all of a layer's experts in one tensor each.
+"""Finds HF's modules of experts, each of which holds all of a layer's experts in one tensor per parameter.
 
 transformers gives such a class one form (``use_experts_implementation`` in transformers/integrations/moe.py): it
-counts ``num_experts``, each parameter has an entry for each expert along its first axis, and it is called with
-tokens [t, h], their experts [t, k] and the weights of these [t, k]. Modules are known by that form, not by name;
-and of what has it, numbers tell whether experts can be computed apart (``expert_trials.py``).
+counts ``num_experts``, each parameter has an entry per expert along its first axis, and it is called with tokens
+[t, h], their experts [t, k] and the weights of these [t, k]. Modules are recognised by that form, not by name;
+a numeric trial then shows whether their experts can be computed separately (``expert_trials.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARGUMENTS = 3
 
 
 def has_form(module: nn.Module) -> bool:
-    """Whether a module has the form of HF's experts, whatever it computes."""
+    """Returns whether a module has the form of HF's experts, whatever it computes."""
     own: Any = dict(module.named_parameters(recurse=False))
     count = getattr(module, "num_experts", None)
     if not hasattr(module, MARKER) or not own or not isinstance(count, int):
@@ -39,19 +39,20 @@ def has_form(module: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether some of a module's experts can be computed by themselves, and each token by itself.
+    """Returns whether subsets of a module's experts, and of its tokens, can be computed separately.
 
-    Where it was not tried yet, it is tried with numbers: not to be asked first while a run is hooked or recorded.
+    A module that was not tried yet is tried with numbers, so do not call this first while a run is hooked or
+    recorded.
     """
     return has_form(module) and not why_not_apart(module)
 
 
 def find_experts(model: nn.Module) -> dict[str, int]:
-    """Path of each module of experts in a model -> how many experts it has."""
+    """Returns the number of experts of each module of experts in a model, by its path."""
     return {path: module.num_experts for path, module in model.named_modules() if is_experts(module)}  # type: ignore[misc]
 
 
 def not_apart(model: nn.Module) -> dict[str, str]:
-    """Path of each module that has the form of experts alone -> why they can't be computed apart."""
+    """Returns the path of each module with only the form of experts, and why they can't be computed separately."""
     formed = ((path, module) for path, module in model.named_modules() if has_form(module))
     return {path: reason for path, module in formed if (reason := why_not_apart(module))}

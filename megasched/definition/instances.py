@@ -1,6 +1,6 @@
-"""Whether this very instance of a module computes what is to stand in for it: tried with numbers.
+"""Tries with numbers whether a given instance of a module computes the same as its replacement.
 
-A class says little: what an instance was given when it was made, or since, may change what it computes.
+The class alone does not show it: arguments of the constructor, or later changes, may alter the computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TORCH = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 class Itself:
-    """An object that is only like itself: a config that all layers share is."""
+    """Wraps an object that equals only itself, such as a config that all layers share."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -41,8 +41,11 @@ class Itself:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """In which tensors have values, on the CPU, and numbers are what they are: plans are made of tensors without
-    values, by modes that answer questions about them and count what is done."""
+    """Runs its body with real tensors on the CPU.
+
+    Plans are made under modes that give tensors no values, answer questions about them, and count operations;
+    these are turned off.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -51,15 +54,17 @@ def real_tensors() -> Iterator[None]:
 
 
 def calls_forward(module: nn.Module) -> bool:
-    """Whether a call of the module is one of its forward, and of its hooks: no class of it has it otherwise."""
+    """Returns whether calling the module runs its forward and its hooks: no class of it overrides ``__call__``."""
     from torch import nn
 
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
 
 
 def comparable_state(module: nn.Module) -> Any:
-    """What two instances have in common that compute the same, but for the values and sizes of parameters; None
-    where it holds buffers, whose values tell."""
+    """Returns a key that is equal for instances that compute the same but for values and sizes of parameters.
+
+    It is None for a module with buffers, as their values matter.
+    """
     if any(held is not None for held in module._buffers.values()):
         return None
     plain = []
@@ -73,7 +78,7 @@ def comparable_state(module: nn.Module) -> Any:
 
 
 def tree_state(module: nn.Module) -> Any:
-    """The same of a module and all in it, for modules of the same sizes."""
+    """Returns a key like ``comparable_state``'s for a module and all its submodules, shapes included."""
     parts = []
     for name, part in module.named_modules():
         state = comparable_state(part)
@@ -84,7 +89,10 @@ def tree_state(module: nn.Module) -> Any:
 
 
 def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
-    """What a trial gives; of instances that have the same state, one is tried. Without a state each is."""
+    """Returns the result of a trial, which runs once for all instances with the same state.
+
+    If the state is None, it runs for each instance.
+    """
     if state is None:
         return trial()
     if state not in known:
@@ -93,7 +101,7 @@ def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
 
 
 def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
-    """The same instance with parameters of other shapes and of random values, in float64 on the CPU."""
+    """Returns a copy of the instance with random parameters of other shapes, in float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     with real_tensors():
         made = {
@@ -112,15 +120,16 @@ def computes(
     scales: Sequence[float] = (),
     tolerance: float = 1e-9,
 ) -> bool:
-    """Whether a module gives what a function gives, forward and backward, in training and not, of inputs of all
-    sizes that it takes.
+    """Returns whether a module and a function agree, forward and backward, in training and evaluation.
+
+    Inputs of all sizes that the module accepts are compared.
 
     Args:
-        small: of real parameters, in float64.
-        function: of the same parameters.
-        features: of the input, its last dimension.
-        scales: of inputs that show something, beside those that are tried of everything.
-        tolerance: relative; what casts to float32 on its way needs a larger one.
+        small: module with real parameters, in float64.
+        function: computes with the same parameters.
+        features: size of the input's last dimension.
+        scales: further scales of inputs that reveal differences, besides the standard ones.
+        tolerance: relative; a module that casts to float32 needs a larger one.
     """
 
     if not calls_forward(small):  # hooks go where it goes, so its forward is tried
@@ -139,12 +148,12 @@ def computes(
 
 
 def _shapes(features: int) -> list[tuple[int, ...]]:
-    """Of inputs; the longest has fewer tokens where they are large."""
+    """Returns shapes of trial inputs; with many features, the longest has fewer tokens."""
     return [(*sizes[:-1], max(1, min(sizes[-1], _LARGEST // features)), features) for sizes in _LEADING]
 
 
 def _takes(small: Any, shape: Sequence[int]) -> bool:
-    """Whether it can be called so: what it fails for, no run gives it."""
+    """Returns whether the module accepts an input of this shape; no run gives it one that it fails on."""
     with suppress(Exception), torch.no_grad():  # of whatever kind, of the definition's code
         small.forward(torch.ones(*shape, dtype=torch.float64))
         return True
@@ -179,8 +188,10 @@ def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[
 
 
 def close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float) -> bool:
-    """Whether two tensors are finite and equal, relative to the largest element wanted; no gradient is only like
-    none."""
+    """Returns whether two tensors are finite and equal, relative to the largest expected element.
+
+    A missing gradient (None) equals only a missing one.
+    """
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or not torch.isfinite(other).all():

@@ -1,4 +1,4 @@
-"""Linears as HF has them: torch's, its own ``Conv1D``, and instances that compute the same."""
+"""Finds linears of HF definitions: torch's, HF's own ``Conv1D``, and instances that compute the same."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
+    """Returns whether a module is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
     return (type(module).__module__, type(module).__name__) == CONV1D
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a definition's code may read of an instance beside its tensors: sizes, which mean the whole; marks."""
+    """Returns an instance's attributes of plain types, which a definition's code may read: sizes and flags."""
     return {
         name: value for name, value in vars(module).items() if not name.startswith("_") and type(value) in _PLAIN
     }
 
 
 def output_axis(module: nn.Module) -> int:
-    """Axis of the output features in a linear's weight: 0, but 1 in HF's Conv1D, which keeps [in, out]."""
+    """Returns the axis of the output features in a linear's weight: 1 in HF's Conv1D ([in, out]), else 0."""
     return 1 if is_conv1d(module) else 0
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what ``nn.Linear`` does, and holds nothing else.
+    """Returns whether a module computes the same as ``nn.Linear``, and holds no other tensors.
 
-    An instance of a subclass is tried with numbers, with all that it was given: fake quantization may be off in a
-    new one and on in this one.
+    An instance of a subclass is tried with numbers, with its own state: fake quantization may be off in a new
+    instance and on in this one.
     """
     from torch import nn
 

@@ -1,8 +1,8 @@
-"""Attention masks of one rank's queries under context parallelism: all keys, and the queries' true places.
+"""Makes the attention masks of one rank's queries under context parallelism: all keys, and true query positions.
 
-HF makes a mask of two indices, which it counts from 0 to the length that it sees. Here the index of a query is
-replaced by its place in the whole sequence, and keys run to the end of that. A query and a key in different packed
-sequences are masked besides: HF does so itself only where a definition hands on its position ids.
+HF makes a mask from two indices, which it counts from 0 to the length that it sees. This module replaces a query's
+index by its position in the whole sequence, and extends keys to the end of that. It also masks pairs of a query
+and a key in different packed sequences: HF does so only if a definition passes on its position ids.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _packed: list[torch.Tensor | None] = [None]
 
 
 def in_context() -> bool:
-    """Whether a definition is running on a part of the sequence now."""
+    """Returns whether a definition currently runs on a part of the sequence."""
     return _active[-1] is not None
 
 
 @contextmanager
 def whole_sequence() -> Iterator[None]:
-    """What runs inside has the whole sequence."""
+    """Runs its body on the whole sequence, so that masks are HF's own."""
     _active.append(None)
     try:
         yield
@@ -46,10 +46,10 @@ def whole_sequence() -> Iterator[None]:
 
 @contextmanager
 def packed_masks(numbers: torch.Tensor) -> Iterator[None]:
-    """While a definition runs, the masks that it asks for keep packed sequences apart.
+    """Runs its body with masks that keep packed sequences apart.
 
     Args:
-        numbers: [b, s], which sequence each token is of.
+        numbers: [b, s], the number of each token's sequence.
     """
     _packed.append(numbers)
     try:
@@ -66,8 +66,11 @@ def _apart(mask_function: Callable[..., Any], numbers: torch.Tensor) -> Callable
 
 
 def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
-    """A function of HF's mask interface that makes masks [b, 1, s / cp, s] inside of ``context_masks``, and
-    block-diagonal ones [b, 1, s, s] inside of ``packed_masks``."""
+    """Returns a function of HF's mask interface that also works on parts of sequences and on packed sequences.
+
+    It makes masks [b, 1, s / cp, s] inside ``context_masks``, and block-diagonal ones [b, 1, s, s] inside
+    ``packed_masks``.
+    """
 
     def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any) -> Mask:
         context, numbers = _active[-1], _packed[-1]
@@ -104,13 +107,13 @@ def context_masks(
     gather: Callable[[torch.Tensor, ShardDim], torch.Tensor],
     watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask] = lambda function, build: build(),
 ) -> Iterator[None]:
-    """While a definition runs on a rank's part of the sequence, the masks it asks for are those of its queries.
+    """Runs its body, a definition on a rank's part of the sequence, with masks for the queries of that part.
 
-    Those of definitions that have attention code of their own, which ask for masks by HF's names, included.
+    This includes definitions with their own attention code, which ask for masks by HF's names.
 
     Args:
-        gather: makes a tensor whole that is split along the sequence: a padding mask of the definition's own.
-        watch: is given HF's function of indices and what builds the mask, and returns the mask.
+        gather: makes a tensor whole that is split along the sequence: the definition's own padding mask.
+        watch: is given HF's function of indices and the function that builds the mask, and returns the mask.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

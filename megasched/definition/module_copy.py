@@ -1,7 +1,7 @@
-"""Copies of modules: as ``copy.deepcopy`` makes them, faster, and of what functions on them hold, too.
+"""Copies modules like ``copy.deepcopy``, but faster and including the objects that functions on them hold.
 
-A function is shared by all copies of what has it. Where one was put on a module (its ``forward``, a hook) and
-holds another module by its closure or its defaults, the copy's would run the original's weights.
+``copy.deepcopy`` shares functions between copies. If a function on a module (its ``forward``, a hook) holds
+another module in its closure or its defaults, a copy would run the original's weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OF_TORCH = ("torch.", "transformers.", "megatron.")
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of a module and of all that is in it.
+    """Returns a copy of a module and of all its submodules.
 
     Args:
-        memo: id of an object -> what stands for it in the copy, as ``copy.deepcopy`` takes it.
+        memo: id of an object -> its copy, as in ``copy.deepcopy``.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
@@ -50,9 +50,9 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
 
 def holds_tensor(model: nn.Module) -> str | None:
-    """Path of a module with a function on it that holds a parameter or a buffer of the model; None without one.
+    """Returns the path of a module with a function that holds a parameter or buffer of the model, or None.
 
-    That tensor stays what it was, and the model gets others in its place.
+    Such a function would keep the old tensor, while the model gets another in its place.
     """
     tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
@@ -75,7 +75,7 @@ def _holds(value: Any, tensors: set[int], seen: set[int]) -> bool:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a function or a container holds."""
+    """Returns the objects that a function or a container holds."""
     if type(value) is FunctionType:
         return [*held_in_closure(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if type(value) is MethodType:
@@ -88,9 +88,9 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _says_how(kind: type) -> bool:
-    """Whether a class of torch's says by itself how it is copied.
+    """Returns whether a class of torch, transformers or Megatron defines how it is copied.
 
-    What a definition's own class says is left aside: plain HF runs what was never copied.
+    Methods of a definition's own class are ignored: plain HF never copies the modules that it runs.
     """
     for way in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__setstate__", "__getstate__"):
         home = next(base for base in (*kind.__mro__, None) if base is None or way in vars(base))
@@ -100,7 +100,7 @@ def _says_how(kind: type) -> bool:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what a module has."""
+    """Returns a copy of an attribute of a module."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -119,7 +119,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _held(value: Any, memo: dict[int, Any]) -> Any:
-    """What a function holds: of the model the copy's, a container of the copy's own, all else as it is."""
+    """Returns the copy's version of a value held by a function; only parts of the model and containers change."""
     if id(value) in memo:
         return memo[id(value)]
     kind = type(value)
@@ -168,12 +168,12 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def held_in_closure(function: Any) -> list[Any]:
-    """Values of the names of its surroundings that a function uses; none of anything else."""
+    """Returns the values of a function's closure variables; empty for other objects."""
     return [cell.cell_contents for cell in filled_cells(function).values()]
 
 
 def filled_cells(function: Any) -> dict[str, CellType]:
-    """Names of its surroundings that a function uses, and what holds their values; none of anything else."""
+    """Returns the closure variables of a function that have a value, with their cells; empty for other objects."""
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
     return {name: cell for name, cell in zip(names, cells, strict=True) if _is_filled(cell)}
@@ -188,7 +188,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Registers the old module's forward and backward hooks on the new one, after its own."""
+    """Registers the old module's forward and backward hooks on the new one, after those that it has."""
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook
     for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -1,7 +1,8 @@
-"""``--hf-override``: an HF config made anew with other values, as if they stood in its file.
+"""Applies ``--hf-override``: makes an HF config anew, as if the given values stood in its file.
 
-An override is not set on the finished config, where nothing would follow from it: what the file holds and the
-class would derive anyway is left out of it, the overrides are put in, and the class makes the config from that.
+An override is not set on the finished config, where no other field would follow from it. Instead, values in the
+file that the class would derive anyway are removed, the overrides are added, and the class makes the config from
+that.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ NOT_BESIDE = {"num_labels": ("id2label", "label2id")}
 
 
 class Override(NamedTuple):
-    """One ``key=value``.
+    """Represents one ``key=value``.
 
     Attributes:
         text: as the user wrote it.
-        path: of the field that it sets.
-        value: that it sets it to.
+        path: path of the overridden field.
+        value: new value of the field.
     """
 
     text: str
@@ -54,12 +55,12 @@ class Override(NamedTuple):
 
     @property
     def key(self) -> str:
-        """With dots."""
+        """Returns the path, joined with dots."""
         return ".".join(self.path)
 
 
 def with_overrides(config: PretrainedConfig, file: Mapping[str, Any], texts: Sequence[str]) -> PretrainedConfig:
-    """The config that the file would give with these values in it, and without what its class derived from others.
+    """Returns the config that its class makes of the file with these values and without derived ones.
 
     Args:
         config: as its class made it of ``file``; it is not changed.
@@ -67,7 +68,7 @@ def with_overrides(config: PretrainedConfig, file: Mapping[str, Any], texts: Seq
         texts: ``key=value`` strings; see ``load_config``.
 
     Raises:
-        ConfigError: one names no field, changes nothing, or its value does not go together with the others.
+        ConfigError: one names no field, changes nothing, or has a value that is inconsistent with the others.
     """
     placed = [_placed(config, _parsed(text)) for text in texts]
     overrides = list({override.path: override for override in placed}.values())  # the last one counts
@@ -101,7 +102,7 @@ def _parsed(text: str) -> Override:
 
 
 def _placed(config: PretrainedConfig, override: Override) -> Override:
-    """The override under the names that the class itself has for the field.
+    """Returns the override with its path in the names that the class itself uses.
 
     Raises:
         ConfigError: the parents of the field do not exist.
@@ -131,10 +132,10 @@ def _placed(config: PretrainedConfig, override: Override) -> Override:
 
 
 def _rope_path(target: PretrainedConfig, field: str, override: Override) -> list[str]:
-    """Where a field is now, if it belongs to the rotary embedding.
+    """Returns the current path of a field, which may have moved into the parameters of the rotary embedding.
 
     Raises:
-        ConfigError: each kind of layer has a rotary embedding of its own, and the override does not say which.
+        ConfigError: each kind of layer has its own rotary embedding, and the override does not name the kind.
     """
     rope, value = vars(target).get(ROPE), override.value
     old = field in OLD_ROPE and (field == OLD_ROPE[0] or field not in _fields(target))
@@ -150,7 +151,7 @@ def _rope_path(target: PretrainedConfig, field: str, override: Override) -> list
 
 
 def _with_values(file: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """The file with all overrides in it."""
+    """Returns a copy of the file with all overrides in it."""
     found = copy.deepcopy(file)
     for override in overrides:
         put(found, override.path, _completed(value_at(found, override.path), override))
@@ -158,8 +159,11 @@ def _with_values(file: dict[str, Any], overrides: Sequence[Override]) -> dict[st
 
 
 def _completed(old: Any, override: Override) -> Any:
-    """The value; of a rotary embedding with the base and the part of a head that it has, where nothing is said of
-    them: files had those beside it."""
+    """Returns the value of an override.
+
+    The value of a rotary embedding keeps the old base and rotary fraction unless it sets them: files had those
+    beside it.
+    """
     value = override.value
     if ROPE not in override.path or not isinstance(old, dict) or not isinstance(value, dict):
         return value
@@ -202,7 +206,7 @@ def _made_or_refused(
 def _with_overridden(
     config: PretrainedConfig, file: Mapping[str, Any], overrides: Sequence[Override]
 ) -> dict[str, Any]:
-    """The file with all that is overridden in it, under the class's own names, at the values that it has now."""
+    """Returns a copy of the file with the current values of all overridden fields, under the class's own names."""
     found, values = copy.deepcopy(dict(file)), config.to_dict()
     for override in overrides:
         level, target, below = found, config, values
@@ -223,7 +227,7 @@ def _with_overridden(
 
 
 def _rename(level: dict[str, Any], target: Any, name: str) -> None:
-    """A field that the file has under another name that its class knows it by."""
+    """Renames a field that the file has under another name to the one that its class uses."""
     for other, own in ({} if isinstance(target, dict) else type(target).attribute_map).items():
         if own == name and other in level:
             value = level.pop(other)
@@ -233,7 +237,8 @@ def _rename(level: dict[str, Any], target: Any, name: str) -> None:
 def _refuse_other_lengths(
     config: PretrainedConfig, old: dict[str, Any], new: dict[str, Any], overrides: Sequence[Override]
 ) -> None:
-    """
+    """Checks that no list in the file gets the wrong length through the overrides.
+
     Raises:
         ConfigError: with the overrides the class would make a list of another length than the file's own.
     """
@@ -271,7 +276,9 @@ def _refuse_without_effect(
     override: Override,
     overrides: Sequence[Override],
 ) -> None:
-    """A value that the field has already is none to refuse: a script may say it of every model.
+    """Checks that an override has an effect.
+
+    Repeating the field's present value is allowed: a script may do so for every model.
 
     Raises:
         ConfigError: the class has no such field, or makes the same config with the override and without.
@@ -297,14 +304,14 @@ def _refuse_without_effect(
 
 
 def _is_field(target: Any, name: str) -> bool:
-    """Classes take more than they have fields for, and make fields of it."""
+    """Returns whether a class has this field; it accepts other arguments too, and makes fields of them."""
     if isinstance(target, dict):  # looked for when the override was placed
         return True
     return name in _fields(target) or isinstance(getattr(type(target), name, None), property)
 
 
 def _holds(value: Any, given: Any) -> bool:
-    """Whether a config has what was given; its class may have added to it."""
+    """Returns whether a config has the given value; its class may have added to it."""
     if isinstance(given, dict) and value is not None:
         return all(_holds(value_at(value, (name,)), part) for name, part in given.items())
     return value == given or str(value).removeprefix("torch.") == given

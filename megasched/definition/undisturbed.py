@@ -1,7 +1,7 @@
-"""Trial calls leave nothing behind: what a definition's code keeps outside of its modules is as it was before.
+"""Undoes the changes that trial calls make to state that a definition's code keeps outside of its modules.
 
-A table that code keeps in a global, on a class or behind ``lru_cache`` would be one on meta after a trial, and the
-run would find it there. transformers' own code keeps none.
+A table that code keeps in a global, on a class or behind ``lru_cache`` would be on meta after a trial, and the run
+would find it there. transformers' own code keeps none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONTAINERS = (list, dict, set)
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """In which the code of a model's classes may change what is global to it, which is undone at the end."""
+    """Undoes at its end all changes that the code of a model's classes made to global state within its body."""
     owners = owners_of(model)
     before = [(owner, _held(owner)) for owner in owners]
     _forget(owners)
@@ -34,7 +34,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def owners_of(model: nn.Module) -> list[Any]:
-    """The modules of Python in which a model's classes are written, and the classes there."""
+    """Returns the Python modules in which a model's classes are defined, and the classes in them."""
     kinds = {kind for module in {type(m) for m in model.modules()} for kind in module.__mro__}
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN}
     # Code that comes with a model is a package of its own.
@@ -46,7 +46,7 @@ def owners_of(model: nn.Module) -> list[Any]:
 
 
 def _held(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> value, and what is in it."""
+    """Returns each name's value, and a copy of the value if it is a container."""
     return {
         name: (value, value.copy() if type(value) in _CONTAINERS else None)
         for name, value in vars(owner).items()
@@ -70,7 +70,7 @@ def _restore(owner: Any, held: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _forget(owners: list[Any]) -> None:
-    """Empties the caches of functions, which may be emptied at any time."""
+    """Empties the caches of functions, which is allowed at any time."""
     for owner in owners:
         for value in list(vars(owner).values()):
             for held in (value, *held_in_closure(value)):

@@ -1,1 +1,1 @@
-"""Static graphs of single modules: traced, searched and cut into parts. Knows nothing of Megatron."""
+"""Traces single modules as static graphs, searches them and extracts parts, independently of Megatron."""

@@ -1,4 +1,4 @@
-"""One call of a module, as a graph: made by ``torch.export`` of what that call runs through."""
+"""Captures one call of a module as a graph, by ``torch.export`` of the code that the call runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CHECKS = (torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._asser
 
 @dataclass
 class Graph:
-    """The operations of one call of a module.
+    """Holds the operations of one call of a module.
 
     Attributes:
         module: runs on ``[*state, *constants, *inputs]`` in the order of ``feeds`` and returns a list of tensors.
-        feeds: what each placeholder gets: a parameter or buffer by its name in the traced module, a constant, or
+        feeds: value of each placeholder: a parameter or buffer by its name in the traced module, a constant, or
             the input of that number.
-        result: structure of what the module returns.
+        result: structure of the module's result.
         names: name -> operation, in the order in which they run.
         inputs: names of placeholders.
     """
@@ -45,7 +45,7 @@ class Graph:
     inputs: dict[str, fx.Node] = field(default_factory=dict)
 
     def run(self, root: nn.Module, tensors: list[torch.Tensor]) -> Any:
-        """The call, with the parameters and buffers that the module has now."""
+        """Runs the call with the present parameters and buffers of the module."""
         values = []
         for feed in self.feeds:
             if isinstance(feed, str):
@@ -56,12 +56,12 @@ class Graph:
         return self.result.put(self.module(*values))
 
     def owners(self) -> list[str]:
-        """Paths of the modules whose parameters and buffers it reads."""
+        """Returns the paths of the modules whose parameters and buffers it reads."""
         return list(dict.fromkeys(feed.rpartition(".")[0] for feed in self.feeds if isinstance(feed, str)))
 
 
 class _Entry(nn.Module):
-    """What is exported: takes the tensors of a call alone, and makes the call of them."""
+    """Wraps a call for export: it takes the call's tensors alone, and makes the call with them."""
 
     def __init__(
         self, root: nn.Module, forward: Callable[..., Any], call: opaque.TensorTree, limits: Limits
@@ -89,17 +89,17 @@ def capture(
     source: str = "",
     probe: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Graph:
-    """The graph of ``forward(*args, **kwargs)``, where ``forward`` is that of ``root``.
+    """Returns the graph of ``forward(*args, **kwargs)``, where ``forward`` is that of ``root``.
 
-    The call is run once without autograd (the probe), then exported. The making takes place in a thread of its
-    own: modes and hooks that surround the call (recomputation, an emulated device) have no part in it.
+    The call is run once without autograd (the probe), then exported. The export runs in its own thread, so that
+    modes and hooks around the call (recomputation, an emulated device) do not affect it.
 
     Args:
-        path, source: of the module and of who asked, for the message of an error.
-        probe: surrounds the probe; puts random states back as they were.
+        path, source: of the module and of the caller, for the message of an error.
+        probe: surrounds the probe; restores random states.
 
     Raises:
-        ScheduleError: it can't be traced; with the module, its line and what can be done.
+        ScheduleError: it can't be traced; names the module, its line and a remedy.
     """
     call, tensors = opaque.TensorTree.take((args, kwargs))
     calls = opaque.Recording()
@@ -116,7 +116,7 @@ def capture(
 
 
 def _surroundings() -> tuple[bool, list[tuple[str, torch.dtype]], int | None]:
-    """Of this thread, what a graph depends on: whether gradients are recorded, autocast, and the device."""
+    """Returns this thread's state that a graph depends on: gradient recording, autocast, and the device."""
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     return torch.is_grad_enabled(), casts, device
@@ -176,7 +176,7 @@ def _graph_of(
 
 
 def _put_calls(module: fx.GraphModule, calls: opaque.Recording) -> None:
-    """Puts the live calls in the place of their markers."""
+    """Replaces the markers of live calls by the calls."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target in _CHECKS:
@@ -199,7 +199,7 @@ def _put_calls(module: fx.GraphModule, calls: opaque.Recording) -> None:
 
 
 def _as_function(made: opaque.OpaqueCall) -> Callable[..., Any]:
-    """As a function with a name, which is what a graph's code is written with."""
+    """Returns the call as a function with a name, which the code of a graph needs."""
 
     def live(*tensors: torch.Tensor) -> Any:
         return made(*tensors)
@@ -209,7 +209,7 @@ def _as_function(made: opaque.OpaqueCall) -> Callable[..., Any]:
 
 
 def _argument_names(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the tensors of a call are called: the parameter, and the place in it where it holds several."""
+    """Returns the names of a call's tensors: the parameter, and the place in it if it holds several."""
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):

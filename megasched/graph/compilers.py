@@ -1,4 +1,4 @@
-"""What ``fuse`` can be asked to make of a sub-graph: Inductor, Transformer Engine, or what is registered."""
+"""Registers the compilers of ``fuse``: Inductor, those of megasched's layers, and other packages'."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Refuse = Callable[["Subgraph"], str]
 
 @dataclass(frozen=True)
 class Compiler:
-    """How a sub-graph is compiled.
+    """Describes how a sub-graph is compiled.
 
     Attributes:
-        make: gets the part, returns what runs in its place: takes its inputs, returns what it returns.
-        refuse: why a sub-graph can't be compiled here, known while the schedule is written; empty if it can.
+        make: takes the part, returns its replacement, with the same inputs and outputs.
+        refuse: returns why a sub-graph can't be compiled here, while the schedule is written; empty if it can.
     """
 
     make: Make
@@ -40,9 +40,9 @@ _COMPILERS: dict[str, Compiler] = {}
 
 
 def register_compiler(name: str, refuse: Refuse = lambda subgraph: "") -> Callable[[Make], Make]:
-    """Decorator: makes ``fuse(subgraph, compiler=name)`` call this function with the part.
+    """Registers a function that ``fuse(subgraph, compiler=name)`` calls with the part.
 
-    A file that is run again (a schedule file) may register its function again. Installed packages register
+    A file that runs again (a schedule file) may register its function again. Installed packages register
     through the entry point group ``megasched.compilers``, whose points are modules that call this.
 
     Raises:
@@ -66,10 +66,10 @@ def _load_all() -> None:
 
 
 def get_compiler(name: str) -> Compiler:
-    """The compiler of this name.
+    """Returns the compiler of this name.
 
     Raises:
-        ConfigError: there is none; lists those that exist.
+        ConfigError: there is none; lists the existing ones.
     """
     _load_all()
     if name not in _COMPILERS:
@@ -90,7 +90,7 @@ def _no_inductor(subgraph: Subgraph) -> str:
 
 @register_compiler("inductor", _no_inductor)
 def inductor(part: ExtractedSubgraph) -> Callable[..., Any]:
-    """``torch.compile`` of the part; says so when it is compiled again and again, or not at all."""
+    """Compiles the part with ``torch.compile``; warns if it is compiled again and again, or not at all."""
     import torch
     from torch._dynamo import config as dynamo
     from torch._inductor.compile_fx import compile_fx

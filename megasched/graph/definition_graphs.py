@@ -1,4 +1,4 @@
-"""The graph of a module while its schedule is written: the definition's, on meta, from one call of the model."""
+"""Traces the definition's modules on meta while a schedule is written, with inputs from one model call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class DefinitionGraphs:
-    """A copy of a model on meta, and how each of its modules is called.
+    """Holds a copy of a model on meta, and how each of its modules is called.
 
     Attributes:
         model: the copy, in training mode.
@@ -52,10 +52,10 @@ class DefinitionGraphs:
         self._calls.setdefault(path, (args, kwargs))
 
     def trace(self, path: str, leaves: frozenset[str], inputs: Shapes | None) -> Graph:
-        """Traces the module at ``path``; modules that are alike in everything but their number, once.
+        """Traces the module at ``path``; modules that differ only in their number are traced once.
 
         Raises:
-            ScheduleError: it can't be traced, or nothing is known of how it is called.
+            ScheduleError: it can't be traced, or it is unknown how it is called.
         """
         module = self.model.get_submodule(path)
         if inputs is not None:
@@ -93,7 +93,7 @@ class DefinitionGraphs:
 
 
 def _fingerprint(module: nn.Module) -> Any:
-    """Equal for modules of one model that differ in their number (``layer_idx``) and values alone."""
+    """Returns a key that is equal for modules of a model that differ only in ``layer_idx`` and in values."""
     return tuple(
         (
             path,
@@ -119,7 +119,7 @@ def _form(value: Any) -> Any:
 
 
 def trial_of(node: Any) -> DefinitionGraphs:
-    """The trial of a schedule's model, made when first asked for."""
+    """Returns the ``DefinitionGraphs`` of a schedule's model, made at the first request."""
     memory = node.root.memory
     if "trial" not in memory:
         memory["trial"] = DefinitionGraphs(node.root.mod)
@@ -127,10 +127,10 @@ def trial_of(node: Any) -> DefinitionGraphs:
 
 
 def graph_of(node: Any) -> Graph:
-    """The graph of a module that ``trace`` was called on.
+    """Returns the graph of a module that ``trace`` was called on.
 
     Raises:
-        ScheduleError: it was not.
+        ScheduleError: it was not called.
     """
     trial = node.root.memory.get("trial")
     if trial is None or node.path not in trial.graphs:
@@ -140,15 +140,15 @@ def graph_of(node: Any) -> Graph:
 
 
 def standing_leaves(module: nn.Module) -> set[str]:
-    """Submodules that stay calls whatever the user says: a parallel layer may take their place."""
+    """Returns submodules that always stay calls, as a parallel layer may replace them."""
     return {path for path, inner in module.named_modules() if path and may_be_replaced(inner)}
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:
-    """Paths below ``module`` that these leaves mean: names, globs, regular expressions or classes.
+    """Returns the paths below ``module`` that these leaves select: names, globs, regular expressions or classes.
 
     Raises:
-        ScheduleError: one of them means nothing here.
+        ScheduleError: one of them selects nothing here.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: list[str] = []
@@ -176,7 +176,7 @@ def _full(pattern: str, name: str) -> bool:
 
 
 def shapes_of(inputs: Mapping[str, torch.Tensor] | None) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """Example tensors as a record keeps them: types and shapes by name; those of a record stay as they are."""
+    """Returns the types and shapes of example tensors by name, as a record keeps them; those of a record stay."""
     if inputs is None:
         return None
     return {
@@ -191,10 +191,10 @@ Predicate = Callable[[str, nn.Module], bool]
 
 
 def reached(module: nn.Module, where: str | Predicate, path: str) -> tuple[str, ...]:
-    """Outermost modules below that ``where`` names (a glob) or holds for.
+    """Returns the outermost modules below that ``where`` names (a glob) or holds for.
 
     Raises:
-        ScheduleError: none does.
+        ScheduleError: there is none.
     """
     if isinstance(where, str):
         return chosen_leaves(module, [where], path)

@@ -1,4 +1,4 @@
-"""Sub-graphs as arguments of primitives: how records keep them, and what is checked in view of all other calls."""
+"""Keeps sub-graphs that are arguments of primitives in records, and checks them against all other calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megasched.language.subgraph import as_subgraph
 
 
 def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:
-    """A sub-graph as a record keeps it.
+    """Returns the data that a record keeps of a sub-graph.
 
     Raises:
-        ScheduleError: it is no part of this traced module, or can't be handled as one.
+        ScheduleError: it is not part of this traced module, or can't be handled as one.
     """
     subgraph = as_subgraph(value, node.path, primitive.name)
     inlined = primitive.inlines_subgraph
@@ -37,7 +37,7 @@ def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, A
 
 
 def check_edit(primitive: Primitive, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """What keeps ``primitive`` from handling a sub-graph, in view of all other calls of the schedule."""
+    """Returns the problems that keep ``primitive`` from handling a sub-graph, in view of all other calls."""
     mine = arguments["subgraph"]
     edits = records_where(node.root.records, lambda other: other.takes_subgraph)
     edits = [record for record in edits if record.path == node.path and "subgraph" in record.arguments]
@@ -55,7 +55,7 @@ register_subgraph_rules(SubgraphRules(record_subgraph, check_edit))
 
 
 def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:
-    """A problem if operations belong to a module that another call makes one call."""
+    """Returns a problem if operations belong to a module that another call turns into one call."""
     prefix = f"{node.path}." if node.path else ""
     for record in node.root.records:
         inner = record.path.removeprefix(prefix)
@@ -71,8 +71,10 @@ def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None
 
 
 def _live_product(primitive: Primitive, node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:
-    """A problem if operations belong to the product of a linear that is decomposed and sharded: a live call of
-    Megatron's layer computes it, though the graph of the definition shows what it does."""
+    """Returns a problem if operations belong to the product of a linear that is decomposed and sharded.
+
+    A live call of Megatron's layer computes that product, though the definition's graph shows its operations.
+    """
     sharded = {record.path: record for record in node.root.records if record.primitive == "shard"}
     prefix = f"{node.path}." if node.path else ""
     for record in node.root.records:
@@ -89,7 +91,7 @@ def _live_product(primitive: Primitive, node: Node, mine: Mapping[str, Any], sou
 
 
 def _makes_one_call(node: Node, record: Record) -> bool:
-    """Whether the module of this record is one call in the graph of a module around it."""
+    """Returns whether the module of this record is one call in the graph of a module around it."""
     one_call = get_primitive(record.primitive).one_call_in_graph
     if one_call == "unless sharded":  # of a sharded module, its layer does what is asked
         return not any(other.primitive == "shard" and other.path == record.path for other in node.root.records)
@@ -99,7 +101,7 @@ def _makes_one_call(node: Node, record: Record) -> bool:
 def _overlap(
     primitive: Primitive, node: Node, mine: Mapping[str, Any], before: Sequence[Record], source: str
 ) -> Problem | None:
-    """A problem if an edit before this one has taken some of its operations."""
+    """Returns a problem if an earlier edit has taken some of its operations."""
     for record in before:
         shared = [name for name in mine["nodes"] if name in record.arguments["subgraph"]["nodes"]]
         if shared:
@@ -112,7 +114,7 @@ def _overlap(
 def _tangle(
     primitive: Primitive, node: Node, mine: Mapping[str, Any], before: Sequence[Record], source: str
 ) -> Problem | None:
-    """A problem if this edit and those before it would each wait for the other's results."""
+    """Returns a problem if this edit and earlier ones would each wait for the other's results."""
     graph = graph_of(node)
 
     def tangled(records: Sequence[Record]) -> bool:

@@ -1,4 +1,4 @@
-"""Why a module can't be traced: the module inside it, the line of its code, and what can be done."""
+"""Explains why a module can't be traced: the submodule, the line of its code, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain(error: Exception, root: nn.Module, path: str, source: str) -> Problem:
-    """The problem of a trace that raised ``error``.
+    """Returns the problem of a trace that raised ``error``.
 
     Args:
-        root: the traced module, which stands at ``path``.
-        source: who asked.
+        root: the traced module, which is at ``path``.
+        source: ``file:line`` of the call.
     """
     if isinstance(error, ScheduleError):
         return error.problems[0]
@@ -51,7 +51,7 @@ def _reason(error: Exception) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from."""
+    """Yields the error and its causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -61,7 +61,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(error: Exception, root: nn.Module) -> tuple[str, str]:
-    """Path of the innermost module that was running, from the traced one, and ``file:line`` of its code."""
+    """Returns the path of the innermost running module, from the traced one, and ``file:line`` of its code."""
     paths = {id(vars(module)): path for path, module in root.named_modules()}
     for one in _chain(error):
         inner, line = "", ""

@@ -1,4 +1,4 @@
-"""What stands between a module and torch while its graph is made: leaves become opaque, losses are refused."""
+"""Intercepts calls while a module's graph is made: leaves become opaque, and lossy operations are refused."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _never(hook: Hook) -> bool:
 
 @dataclass
 class Limits:
-    """How far the trace of one module goes.
+    """Describes how far the trace of one module goes.
 
     Attributes:
         leaves: paths, from the traced module, of submodules that stay calls.
         decomposed: path of a linear -> whether its product stays a call of the live module, which then adds no
             bias itself; otherwise the product is an operation of the graph.
-        waits: whether a forward pre-hook does no more than wait for its module's own parameters. Other hooks keep
-            a module a call; one that waits does not, and runs before the graph that reads those parameters.
+        waits: returns whether a forward pre-hook only waits for its module's own parameters. Other hooks keep a
+            module a call; one that waits does not, and runs before the graph that reads those parameters.
     """
 
     leaves: frozenset[str] = frozenset()
@@ -39,13 +39,13 @@ class Limits:
     waits: Callable[[Hook], bool] = _never
 
     def is_hooked(self, module: nn.Module) -> bool:
-        """Whether hooks keep the module a call."""
+        """Returns whether hooks keep the module a call."""
         before = [hook for hook in module._forward_pre_hooks.values() if not self.waits(hook)]
         others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
         return bool(before) or any(others)
 
     def hooked(self, module: nn.Module, prefix: str = "") -> Iterator[str]:
-        """Paths of modules below that hooks alone keep calls."""
+        """Yields the paths of modules below that only hooks keep calls."""
         for name, child in module.named_children():
             path = prefix + name
             if path in self.leaves and path not in self.decomposed:
@@ -56,13 +56,13 @@ class Limits:
                 yield from self.hooked(child, f"{path}.")
 
     def wait(self, module: nn.Module) -> None:
-        """Runs those of the module's hooks that wait for its parameters."""
+        """Runs the module's hooks that wait for its parameters."""
         for hook in filter(self.waits, list(module._forward_pre_hooks.values())):
             hook(module, ())
 
     @contextmanager
     def waiting_for_none(self, root: nn.Module) -> Iterator[None]:
-        """Inside, there are no hooks that wait: a run that is not to count needs no values."""
+        """Runs its body without hooks that wait: a run whose results do not count needs no values."""
         tables = {module: module._forward_pre_hooks for module in root.modules()}
         for module, table in tables.items():
             if table:
@@ -75,10 +75,10 @@ class Limits:
 
 
 class Lost(Exception):
-    """Something was met that a graph would not have.
+    """Reports an operation that a graph would lose.
 
     Attributes:
-        remedy: what can be done, where it is not to keep the module a call.
+        remedy: a remedy other than keeping the module a call, or empty.
     """
 
     def __init__(self, what: str, remedy: str = "") -> None:
@@ -88,8 +88,11 @@ class Lost(Exception):
 
 @contextmanager
 def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
-    """Inside, and only in a thread that is recording: calls of ``root``'s leaves stay calls, and so does
-    attention that goes through HF's ``AttentionInterface``; what acts on gradients alone raises Lost."""
+    """Runs its body with intercepted calls, but only in a thread that is recording.
+
+    Calls of ``root``'s leaves stay calls, and so does attention through HF's ``AttentionInterface``; code that
+    acts only on gradients raises Lost.
+    """
     paths = {id(vars(module)): path for path, module in root.named_modules()}
     run_module, apply_function = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
     hook_tensor = torch.Tensor.register_hook
@@ -136,13 +139,13 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
 
 
 def _live(root: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-    """The module that stands there now, with its hooks and whatever wraps its forward."""
+    """Calls the module that is at this path now, with its hooks and the wrappers of its forward."""
     return root.get_submodule(path)(*args, **kwargs)
 
 
 @contextmanager
 def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the next call of the module runs ``function`` in the place of its forward."""
+    """Runs its body so that the module's next call runs ``function`` instead of its forward."""
     own = vars(module).get("forward")
 
     def restore() -> None:
@@ -162,7 +165,7 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
 
 
 def _decomposed(root: nn.Module, path: str, module: nn.Module, live: bool, x: torch.Tensor) -> torch.Tensor:
-    """A linear as product and bias: [..., in] -> [..., out]."""
+    """Computes a linear as product and bias: [..., in] -> [..., out]."""
     if live:
         product = opaque.call(f"{path}.matmul", partial(_live, root, path), x)
     else:
@@ -172,14 +175,17 @@ def _decomposed(root: nn.Module, path: str, module: nn.Module, live: bool, x: to
 
 
 def may_be_replaced(module: nn.Module) -> bool:
-    """Whether a module is one of those that a parallel layer may take the place of: it stays a call always."""
+    """Returns whether a parallel layer may replace a module, so that it always stays a call."""
     return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
 
 
 @contextmanager
 def _opaque_attention(paths: Mapping[int, str]) -> Iterator[None]:
-    """The kernel is chosen when the model is built (it may be Transformer Engine's, draw its own random numbers
-    or be recomputed), so a graph keeps attention as one call, named ``<module>.attention``."""
+    """Runs its body with attention as one call, named ``<module>.attention``.
+
+    Its kernel is chosen when the model is built: it may be Transformer Engine's, draw its own random numbers or be
+    recomputed.
+    """
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None:
         yield

@@ -1,4 +1,4 @@
-"""Finding a pattern in a graph: the same operations on the same operands, whatever way they were written."""
+"""Finds a pattern in a graph: the same operations on the same operands, however they are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANY_NUMBER = 0.001234567
 
 @dataclass(frozen=True)
 class _Found:
-    """What has been matched so far."""
+    """Holds the state of a partial match."""
 
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     casts: frozenset[fx.Node] = frozenset()
@@ -38,11 +38,11 @@ class _Found:
 
 
 def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: str = "") -> list[Subgraph]:
-    """Every part of ``graph`` that is ``pattern``, none overlapping another, in the order of the graph.
+    """Returns every part of ``graph`` that matches ``pattern``, without overlaps, in the order of the graph.
 
     Args:
-        path: the traced module, for what is returned.
-        title: name of the pattern, likewise.
+        path: path of the traced module, stored in the results.
+        title: name of the pattern, stored in the results.
         scalar: name of the number that the pattern leaves open.
     """
     result = next(node for node in pattern.module.graph.nodes if node.op == "output").args[0]
@@ -68,7 +68,7 @@ def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: st
 
 
 def _used_outside(members: set[fx.Node], top: fx.Node) -> bool:
-    """Whether a value that is computed on the way is needed elsewhere too."""
+    """Returns whether an intermediate value is also used elsewhere."""
     return any(
         user not in members
         for node in members
@@ -78,7 +78,7 @@ def _used_outside(members: set[fx.Node], top: fx.Node) -> bool:
 
 
 def _skip(node: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]]:
-    """The node before any conversions of type, and those conversions."""
+    """Returns the node before any type conversions, and those conversions."""
     casts = []
     while node.target in CASTS and isinstance(node.args[0], fx.Node):
         casts.append(node)
@@ -119,7 +119,7 @@ def _same_operation(pattern: fx.Node, target: fx.Node, names: dict[fx.Node, str]
 
 
 def _operands(node: fx.Node) -> list[Any]:
-    """The arguments in the order of the operation's schema, defaults included."""
+    """Returns the arguments in the order of the operation's schema, defaults included."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return list(node.args)

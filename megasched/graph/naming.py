@@ -1,4 +1,4 @@
-"""Names of operations that hold whatever becomes a call: module path, operation, number within that module."""
+"""Gives operations names that stay when other modules become calls: module path, operation, number in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRAPS = ("recompute", "fork_rng", "sync")
 
 
 def operation(node: fx.Node) -> str:
-    """What a node does, without types and overloads: ``add`` for ``aten.add.Tensor``."""
+    """Returns the name of a node's operation without types and overloads: ``add`` for ``aten.add.Tensor``."""
     if "opaque" in node.meta:
         return "call"
     schema = getattr(node.target, "_schema", None)
@@ -22,11 +22,11 @@ def operation(node: fx.Node) -> str:
 
 
 def name_nodes(graph: fx.Graph, root: str) -> dict[str, fx.Node]:
-    """Name -> node, of every operation: ``mlp.act_fn.silu``, ``mul``, ``mul_1``; a live call is called as what
-    it calls (``mlp.up_proj``), or by what was put around it (``mlp.recompute``).
+    """Returns all operations by name: ``mlp.act_fn.silu``, ``mul``, ``mul_1``.
 
-    fx counts an operation over the whole graph, so that one module kept as a call would rename what follows in
-    all others; here it is counted in its own module only.
+    A live call has the name of the module that it calls (``mlp.up_proj``), or of what wraps it
+    (``mlp.recompute``). fx counts an operation over the whole graph, so that one module kept as a call would
+    rename later operations in all others; here it is counted per module.
     """
     counts: Counter[str] = Counter()
     names: dict[str, fx.Node] = {}
@@ -43,7 +43,7 @@ def name_nodes(graph: fx.Graph, root: str) -> dict[str, fx.Node]:
 
 
 def covered_by(names: dict[str, fx.Node], path: str) -> str:
-    """The module that is one live call in this graph and holds ``path``; empty if none does."""
+    """Returns the module that is one live call in this graph and contains ``path``; empty if none does."""
     for name, node in names.items():
         module = name.rpartition(".")[0] if node.meta.get("opaque") in WRAPS else name
         if "opaque" in node.meta and module and path.startswith(f"{module}."):
@@ -52,7 +52,7 @@ def covered_by(names: dict[str, fx.Node], path: str) -> str:
 
 
 def _module(node: fx.Node, root: str) -> str:
-    """Path of the innermost module that the operation belongs to, from the traced one."""
+    """Returns the path, from the traced module, of the innermost module that the operation belongs to."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix(root).removeprefix(".").partition("@")[0]

@@ -1,8 +1,8 @@
-"""Calls that stay calls in a traced graph: what a graph must not look into runs live, as it is then.
+"""Keeps calls opaque in a traced graph: code that a graph must not look into runs live, in its present state.
 
 Megatron's parallel layers communicate in custom autograd functions, whose backward a trace through them
-would lose without a word. So a call of such a module, or of a function given to ``call``, becomes one node.
-While the graph is made the node's result has the shapes and types that the real call returned in a run just
+would silently lose. So a call of such a module, or of a function given to ``call``, becomes one node.
+While the graph is made, the node's result has the shapes and types that the real call returned in a run just
 before it (the *probe*), so that local sizes of a TP rank show; while the graph runs, the real call is made.
 """
 
@@ -24,39 +24,39 @@ _HOLE = object()  # where a tensor stands in a flattened structure
 
 @dataclass
 class TensorTree:
-    """Nested arguments or results: where the tensors are, and everything else as it is."""
+    """Represents nested arguments or results: the places of the tensors, and all other values."""
 
     spec: pytree.TreeSpec
     leaves: list[Any]
 
     @classmethod
     def take(cls, value: Any) -> tuple[TensorTree, list[torch.Tensor]]:
-        """The structure of a value, and its tensors in order."""
+        """Returns the structure of a value, and its tensors in order."""
         leaves, spec = pytree.tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return cls(spec, [_HOLE if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]), tensors
 
     def put(self, tensors: Any) -> Any:
-        """The value again, with these tensors in it."""
+        """Returns the value with these tensors in it."""
         given = iter(tensors)
         return pytree.tree_unflatten([next(given) if leaf is _HOLE else leaf for leaf in self.leaves], self.spec)
 
     @property
     def others(self) -> list[Any]:
-        """Everything in it that is no tensor."""
+        """Returns all values in it that are no tensors."""
         return [leaf for leaf in self.leaves if leaf is not _HOLE]
 
 
 @dataclass
 class OpaqueCall:
-    """One call that stays a call.
+    """Represents a call that stays one node.
 
     Attributes:
-        name: what the node is called, e.g. ``self_attn.q_proj``.
+        name: name of the node, e.g. ``self_attn.q_proj``.
         function: the live call.
         shapes: (shape, dtype, device) of each tensor that it returned in the probe.
-        result: structure of what it returned.
-        arguments: structure of (args, kwargs); known once the graph is made.
+        result: structure of its result.
+        arguments: structure of (args, kwargs); set once the graph is made.
     """
 
     name: str
@@ -66,7 +66,7 @@ class OpaqueCall:
     arguments: TensorTree | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """The live call; returns its tensors: one by itself, several in a tuple."""
+        """Makes the live call, and returns its tensors: a single one, or a tuple of several."""
         assert self.arguments is not None
         args, kwargs = self.arguments.put(tensors)
         _, found = TensorTree.take(self.function(*args, **kwargs))
@@ -75,7 +75,7 @@ class OpaqueCall:
 
 @dataclass
 class Recording:
-    """The opaque calls of one trace, in the order in which they are made."""
+    """Holds the opaque calls of one trace, in the order in which they are made."""
 
     calls: list[OpaqueCall] = field(default_factory=list)
     made: int | None = None  # while the graph is made: how many calls have come; None in the probe
@@ -86,7 +86,7 @@ _local = threading.local()  # a graph is made in a thread of its own
 
 
 def active() -> Recording | None:
-    """The trace that is being made in this thread."""
+    """Returns the recording of the trace in progress in this thread, or None."""
     return getattr(_local, "recording", None)
 
 
@@ -100,7 +100,7 @@ def recording(to: Recording) -> Iterator[None]:
 
 
 def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, which stays one call in the graph of a module that is being traced."""
+    """Calls ``function(*args, **kwargs)``, which stays one call in the graph of a module that is being traced."""
     current = active()
     if current is None or current.inside:
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Taking operations out of a graph: checked to be one part, cut out, and run by something else."""
+"""Extracts operations from a graph: checks that they form one part, cuts it out, and runs a replacement."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten._to_c
 
 @dataclass
 class ExtractedSubgraph:
-    """What a compiler gets.
+    """Holds the input of a compiler.
 
     Attributes:
         graph: takes ``subgraph.inputs`` in their order (parameters among them); returns a tensor, or a tuple.
         subgraph: its names.
-        kept: for whoever makes something of the part to keep things in, one for all forms of call.
+        kept: storage for the compiler, shared by all forms of call.
     """
 
     graph: fx.GraphModule
@@ -37,12 +37,12 @@ class ExtractedSubgraph:
 
 @dataclass
 class Edit:
-    """One thing done to a part of a graph.
+    """Describes the replacement of a part of a graph.
 
     Attributes:
         subgraph: the part.
-        make: gets the part, returns what runs in its place.
-        source: who asked.
+        make: takes the part, returns the function that runs in its place.
+        source: ``file:line`` of the call.
         inlined: ``make`` looks inside, so that the part must have no live calls.
     """
 
@@ -54,7 +54,7 @@ class Edit:
 
 
 def is_idle_cast(node: fx.Node) -> bool:
-    """Whether a conversion converts nothing in this trace: its result is its input."""
+    """Returns whether a conversion has no effect in this trace: its result has its input's dtype and device."""
     if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
@@ -64,7 +64,7 @@ def is_idle_cast(node: fx.Node) -> bool:
 
 
 def uncast(node: fx.Node) -> fx.Node:
-    """What idle casts one after the other lead to."""
+    """Returns the node that a chain of idle casts starts from."""
     while is_idle_cast(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -73,7 +73,7 @@ def uncast(node: fx.Node) -> fx.Node:
 def check_subgraph(
     graph: Graph, subgraph: Subgraph, path: str, source: str = "", *, inlined: bool = False
 ) -> list[Problem]:
-    """What keeps these operations from being handled as one."""
+    """Returns the problems that keep these operations from being handled as one."""
     missing = [name for name in subgraph.nodes if name not in graph.names]
     if missing:
         what = f"the graph has no operation {', '.join(missing)}"
@@ -102,7 +102,7 @@ def check_subgraph(
 
 
 def _without_idle_ends(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes but for idle casts that others read too: those read the cast's input instead (``take_out``)."""
+    """Returns the nodes without idle casts that others read too: those read the cast's input (``apply_edit``)."""
     return [node for node in nodes if not (is_idle_cast(node) and any(user not in nodes for user in node.users))]
 
 
@@ -112,7 +112,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def is_tangled(graph: Graph, parts: Iterable[Sequence[str]]) -> bool:
-    """Whether these parts, each of which may be one call by itself, can't all be: each waits for another."""
+    """Returns whether these parts can't all be single calls, because they would wait for each other."""
     owner: dict[fx.Node, int] = {}
     for index, part in enumerate(parts):
         owner |= dict.fromkeys(_without_idle_ends([graph.names[name] for name in part]), index)
@@ -130,7 +130,7 @@ def is_tangled(graph: Graph, parts: Iterable[Sequence[str]]) -> bool:
 
 
 def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
-    """Has the part run by what ``edit`` makes of it.
+    """Makes the part run by the function that ``edit`` makes of it.
 
     Raises:
         ScheduleError: the part is not in this graph, or can't be taken out of it.
@@ -157,7 +157,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
 
 
 def _name_again(graph: Graph, names: Iterable[str], now: Mapping[fx.Node, fx.Node]) -> None:
-    """For the edits to come: what was taken out is called no more, but for results, which something else gives."""
+    """Updates names for later edits: extracted operations lose theirs, and results name their replacement."""
     for name in names:
         node = graph.names.pop(name)
         if node in now:
@@ -172,8 +172,10 @@ def _names_of(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 def _in_order(
     graph: Graph, edit: Edit, part: fx.GraphModule, inputs: Sequence[fx.Node], path: str
 ) -> tuple[fx.Node, ...]:
-    """Puts the part's placeholders into the order in which the sub-graph was found to read its inputs, and
-    returns those; one that comes twice is read once."""
+    """Orders the part's placeholders as the sub-graph listed its inputs, and returns the inputs in that order.
+
+    An input that is listed twice is read once.
+    """
     order = [graph.names.get(name) or graph.inputs.get(name) for name in edit.subgraph.inputs]
     if set(order) != set(inputs):
         what = f"the sub-graph reads {', '.join(_names_of(graph, inputs))} when it runs, "
@@ -190,7 +192,7 @@ def _in_order(
 
 
 def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, source: str) -> Callable[..., Any]:
-    """``run``, whose results are held against what the part returned, the first time."""
+    """Returns ``run`` with a check, at the first call, that its results have the shapes of the part's."""
     wanted = [tuple(node.meta["val"].shape) for node in outputs]
     told = False
 
@@ -215,8 +217,11 @@ def _put(
     outputs: Sequence[fx.Node],
     run: Callable[..., Any],
 ) -> dict[fx.Node, fx.Node]:
-    """Calls ``run`` where the members stood; what depends on them moves behind it. Returns what takes the place
-    of each output."""
+    """Calls ``run`` in the place of the members, and moves operations that depend on them behind it.
+
+    Returns:
+        The replacement of each output.
+    """
     depends, last = set(members), members[-1]
     node = members[0]
     waiting = []

@@ -1,7 +1,7 @@
-"""Patterns: ordinary code, in one spelling or several, traced as modules are; and those that are ready.
+"""Defines patterns: ordinary code in one or several spellings, traced like modules; and the built-in ones.
 
-A spelling's name up to a ``/`` says what is computed (``tanh`` and ``erf`` are different functions), what
-follows only how it is written.
+The part of a spelling's name before a ``/`` says which function is computed (``tanh`` and ``erf`` differ), the
+rest only how it is written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A computation to look for.
+    """Describes a computation to search for.
 
     Attributes:
         name: of the pattern, e.g. ``bias_gelu``.
         spellings: name of the spelling -> a function of tensors that computes it in this way. All take the same
             parameters; those of type float stand for any number.
-        examples: parameter -> shape of an example; [b, s, h] unless given, sizes no smaller than 11.
+        examples: parameter -> shape of an example; [b, s, h] by default, sizes no smaller than 11.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Pattern:
     __hash__ = object.__hash__
 
     def find(self, graph: Graph, path: str) -> list[Subgraph]:
-        """The parts of a graph that compute this, in any spelling; those of one name and of several forms once."""
+        """Returns the parts of a graph that compute this, in any spelling; each part is found once."""
         found: list[Subgraph] = []
         taken: set[str] = set()
         for title, function in self.spellings.items():
@@ -66,7 +66,7 @@ class Pattern:
 def as_pattern(
     what: Callable[..., torch.Tensor] | nn.Module | Pattern, examples: Mapping[str, Any] | None
 ) -> Pattern:
-    """A function of tensors, or a module, as a pattern without a name; a pattern as it is."""
+    """Returns a function of tensors, or a module, as a pattern without a name; a pattern unchanged."""
     if isinstance(what, Pattern):
         return what
     return Pattern("", {"": what}, dict(examples or {}))
@@ -74,7 +74,7 @@ def as_pattern(
 
 @cache
 def _trace_pattern(pattern: Pattern, function: Callable[..., torch.Tensor]) -> tuple[Graph, str]:
-    """The graph of one spelling, and which parameter is the number left open."""
+    """Returns the graph of one spelling, and the name of the parameter whose number is left open."""
     module = meta_copy(function) if isinstance(function, nn.Module) else nn.Module()
     run = module.forward if isinstance(function, nn.Module) else function
     args: list[Any] = []
@@ -92,7 +92,7 @@ def _trace_pattern(pattern: Pattern, function: Callable[..., torch.Tensor]) -> t
 
 
 def call(name: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """In a pattern: one operation whose name matches this regular expression as a whole, whatever it computes.
+    """Matches, in a pattern, one operation whose whole name matches this regular expression.
 
     Example: ``lambda x: call(r".*down_proj", F.silu(call(r".*gate_proj", x)))``
     """
@@ -100,7 +100,7 @@ def call(name: str, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 def anything(*tensors: torch.Tensor) -> torch.Tensor:
-    """In a pattern: one operation on these tensors, whatever it is."""
+    """Matches, in a pattern, any one operation on these tensors."""
     return call(".*", *tensors)
 
 

@@ -1,4 +1,4 @@
-"""A traced module at work: one graph for each form of call, made when it first comes."""
+"""Runs a traced module: one graph for each form of call, made at the first such call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PLAIN = bool | int | float | str | None | torch.dtype | torch.device
 
 
 class TracedModule:
-    """Takes the place of a module's forward; the module, its class, paths and parameters stay.
+    """Replaces a module's forward; the module, its class, paths and parameters stay.
 
     Attributes:
-        edits: what is done to each graph.
+        edits: edits of each graph.
         graphs: form of call -> graph.
     """
 
@@ -101,7 +101,7 @@ class TracedModule:
 
 
 def _strange(value: Any) -> Any:
-    """What in an argument is neither a tensor nor plain data; a cache that is written to, for one."""
+    """Returns a value in an argument that is neither a tensor nor plain data, such as a cache, or None."""
     if isinstance(value, torch.Tensor | _PLAIN):
         return None
     if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _strange(value: Any) -> Any:
 
 
 def trace_module(root: nn.Module, limits: Limits, **details: Any) -> TracedModule:
-    """Puts a ``TracedModule`` in the place of the module's forward, and returns it."""
+    """Replaces the module's forward by a ``TracedModule``, and returns it."""
     traced = TracedModule(root, limits, **details)
 
     @functools.wraps(traced.inner)

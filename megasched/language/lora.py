@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021, arXiv 2106.09685): what is added to one linear, in the words of PEFT's ``LoraConfig``."""
+"""Describes the LoRA adapter of a linear (Hu et al., 2021, arXiv 2106.09685) in PEFT's terms (``LoraConfig``)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 @dataclass(frozen=True)
 class Lora:
-    """The output of a linear gets ``scaling * B(A(dropout(x)))`` added.
+    """Describes an adapter that adds ``scaling * B(A(dropout(x)))`` to the output of a linear.
 
     Attributes:
         rank: rows of A [rank, in] and columns of B [out, rank] (PEFT's ``r``).
-        alpha: scale of what is added (``lora_alpha``).
-        dropout: probability, on the input of A (``lora_dropout``).
-        use_rslora: divide alpha by the root of the rank instead of the rank.
+        alpha: scale of the added output (``lora_alpha``).
+        dropout: probability of dropout on the input of A (``lora_dropout``).
+        use_rslora: divide alpha by the square root of the rank instead of the rank.
         fan_in_fan_out: the linear keeps its weight as [in, out], as HF's ``Conv1D`` does.
     """
 
@@ -42,17 +42,17 @@ class Lora:
 
 
 def takes_adapter(module: nn.Module) -> bool:
-    """Whether it is a linear that can be adapted: torch's, or HF's ``Conv1D``."""
+    """Returns whether a module is a linear that an adapter can be added to: torch's, or HF's ``Conv1D``."""
     from torch import nn
 
     return isinstance(module, nn.Linear) or (type(module).__module__, type(module).__name__) == CONV1D
 
 
 def adapted(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:
-    """Path of each linear that the schedule adapts -> arguments of the call."""
+    """Returns the arguments of each ``adapt`` record, by the path of the linear that it adapts."""
     return {record.path: record.arguments for record in records if record.primitive == "adapt"}
 
 
 def adapter_names(paths: Iterable[str]) -> list[str]:
-    """Names of the parameters that adapters add to the linears at these paths."""
+    """Returns the names of the parameters that adapters add to the linears at these paths."""
     return [f"{path}.{part}.weight" for path in paths for part in (A, B)]

@@ -1,7 +1,6 @@
-"""The specs say how a definition's decoder layer, attention, MLP and experts are put together, as Megatron's own
-modules need it to stand for them.
+"""Defines specs of how a definition's decoder layer, attention, MLP and experts are built.
 
-A spec says how the modules of a definition are put together, so that Megatron's are made and filled alike.
+Megatron's own modules are built and filled from these specs, so that they can replace the definition's.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """An expert spec says what an expert computes, and how HF keeps all of them (``use_experts_implementation`` in
-    transformers/integrations/moe.py).
+    """Describes the computation of one expert, and HF's layout of the weights of all experts.
+
+    See ``use_experts_implementation`` in transformers/integrations/moe.py.
 
     Attributes:
-        activation: SiLU of a gate; the square of what is positive, without a gate; or ``x * sigmoid(1.702 x)`` of
-            a gate. Megatron's flags have these names.
-        biased: linears have biases: ``gate_up_proj_bias`` [experts, 2 f], ``down_proj_bias`` [experts, h]; and so
-            has the router.
-        transposed: weights are kept [experts, in, out].
-        interleaved: the features of gate and up take turns.
-        limit: at which gates are clamped from above, and what they are multiplied with on both sides; None: not.
-        offset: added to what gates are multiplied with.
+        activation: SiLU of a gate; squared ReLU without a gate; or ``x * sigmoid(1.702 x)`` of a gate. Megatron's
+            flags have these names.
+        biased: linears have biases: ``gate_up_proj_bias`` [experts, 2 f], ``down_proj_bias`` [experts, h]; the
+            router has one, too.
+        transposed: weights are stored as [experts, in, out].
+        interleaved: features of gate and up alternate.
+        limit: upper bound of gates, and bound on both sides of their factors (the up projection); None: no clamp.
+        offset: added to the factors of gates (the up projection).
     """
 
     activation: Literal["swiglu", "squared_relu", "quick_geglu"] = "swiglu"
@@ -43,7 +43,7 @@ class ExpertSpec:
 
     @property
     def stacked(self) -> Mapping[str, str]:
-        """Maps Megatron's parameter of an expert to HF's of all experts."""
+        """Maps the name of Megatron's parameter of one expert to the name of HF's parameter of all experts."""
         weights = {"linear_fc1": "gate_up_proj" if self.gated else "up_proj", "linear_fc2": "down_proj"}
         found = {f"{linear}.weight": name for linear, name in weights.items()}
         if self.biased:
@@ -53,30 +53,31 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """A MoE spec describes experts in place of an MLP; a router chooses by scores of its logits, in float32.
+    """Describes experts in place of an MLP; a router chooses them by scores that it computes in float32.
 
     Paths are relative to the layer.
 
     Attributes:
         router: module with the router's ``weight`` [experts, h].
         experts: module in HF's form of experts (``megasched.definition.experts``): ``gate_up_proj``
-            [experts, 2 f, h], or ``up_proj`` [experts, f, h] without gates, and ``down_proj`` [experts, h, f]. The
-            module that it is in is the mixture as a whole: of [b, s, h] it makes [b, s, h].
-        expert: what each of them computes, and the shared one, but for biases.
-        with_scores: the mixture returns that and the router's scores, which nobody reads.
-        top_k: experts of each token.
-        normalized: the weights of a token's experts add up to one; otherwise they are the scores. Of sigmoids they
-            do where more than one is chosen.
-        scores: what is made of the logits.
+            [experts, 2 f, h], or ``up_proj`` [experts, f, h] without gates, and ``down_proj`` [experts, h, f]. Its
+            parent is the whole mixture, which maps [b, s, h] to [b, s, h].
+        expert: computation of each expert, and of the shared one, which has no biases.
+        with_scores: the mixture returns a tuple of its output and the router's scores, which nobody reads.
+        top_k: number of experts of each token.
+        normalized: the weights of a token's experts are normalised to a sum of one; otherwise they are the scores.
+            Those of sigmoids always are if a token has more than one expert.
+        scores: function that makes scores of the logits.
         float32: the logits are computed in float32, too.
-        correction: buffer [experts] that is added to scores where experts are chosen, and not in their weights;
-            empty for none.
-        expert_groups, group_top_k: experts lie in so many groups, and are chosen from those ``group_top_k`` that
-            have the largest sums of their best ``top_k / group_top_k`` scores; 1: from all.
-        scale: of the weights.
-        shared: MLP that every token goes through beside, of ``gate_proj`` (if there are gates), ``up_proj`` and
-            ``down_proj``; empty for none.
-        shared_gate: linear [1, h] whose sigmoid ``shared``'s output is multiplied with; empty for none.
+        correction: buffer [experts] that is added to the scores to choose experts, but not to their weights; empty
+            for none.
+        expert_groups, group_top_k: number of groups that experts are divided into, and how many of them a token's
+            experts are chosen from: those with the largest sums of their best ``top_k / group_top_k`` scores.
+            1: experts are chosen from all.
+        scale: factor of the weights.
+        shared: MLP that every token passes through in addition, with ``gate_proj`` (if there are gates),
+            ``up_proj`` and ``down_proj``; empty for none.
+        shared_gate: linear [1, h] whose sigmoid multiplies the output of ``shared``; empty for none.
     """
 
     router: str
@@ -96,37 +97,38 @@ class MoeSpec:
 
     @property
     def module(self) -> str:
-        """The path of the mixture as a whole."""
+        """Returns the path of the mixture as a whole."""
         return self.experts.rpartition(".")[0]
 
     @property
     def shared_inputs(self) -> tuple[str, ...]:
-        """The paths of the projections of ``shared`` to gate and up, if there is one."""
+        """Returns the paths of the gate and up projections of ``shared``; empty if there is no shared expert."""
         names = ("gate_proj", "up_proj") if self.expert.gated else ("up_proj",)
         return tuple(f"{self.shared}.{name}" for name in names if self.shared)
 
     @property
     def shared_outputs(self) -> tuple[str, ...]:
-        """The path of the projection back of ``shared``, if there is one."""
+        """Returns the path of the down projection of ``shared``; empty if there is no shared expert."""
         return (f"{self.shared}.down_proj",) if self.shared else ()
 
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """An MLA spec describes attention whose q, k and v are made of compressed forms (arXiv 2405.04434). Paths are
-    relative to the layer.
+    """Describes attention whose q, k and v are projected from low-rank compressed forms (MLA, arXiv 2405.04434).
+
+    Paths are relative to the layer.
 
     Attributes:
         kv_down: projection to the compressed form of k and v, and to the rotated part of k, which all heads share.
-        kv_norm, kv_up: RMS norm of the compressed form; projection of it to each head's rest of k, then its v.
-        q_down, q_norm, q_up: the same for q, of which each head's rotated part comes last.
+        kv_norm, kv_up: RMS norm of the compressed form; its projection to each head's unrotated part of k, then v.
+        q_down, q_norm, q_up: the equivalents for q; the rotated part of each head comes last.
         q_lora_rank, kv_lora_rank: sizes of the compressed forms.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head: what of q and k has no positions, what
-            has, and v. Pairs that are rotated together lie side by side.
-        eps: of both norms.
-        rotary_factor: of the rotated parts.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head: of the part of q and k without positions,
+            of the part with rotary positions, and of v. Pairs that are rotated together are adjacent.
+        eps: epsilon of both norms.
+        rotary_factor: factor of the rotated parts.
         softmax_factor, softmax_mscale: ``factor`` and ``mscale_all_dim`` of YaRN (arXiv 2309.00071), by which the
-            softmax is scaled; 1 and 0 without.
+            softmax is scaled; 1 and 0 without YaRN.
     """
 
     q_lora_rank: int
@@ -148,14 +150,14 @@ class MlaSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """An MLP spec describes ``MLP`` of Megatron: ``down(activation(gate(x)) * up(x))``, or that without a gate.
+    """Describes Megatron's ``MLP``: ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``.
 
     Paths are relative to the layer.
 
     Attributes:
-        gate, up, down: the projections; an empty gate: the activation is of up. Biases on all or on none.
-        gate_up: gate and up in one projection, where these two are empty.
-        activation: of the gate, or of up; ``gelu_tanh`` is the approximation with a hyperbolic tangent.
+        gate, up, down: projections; with an empty gate, the activation is of up. All have biases or none.
+        gate_up: one projection to gate and up, used if ``gate`` and ``up`` are empty.
+        activation: function of the gate, or of up; ``gelu_tanh`` is the approximation with a hyperbolic tangent.
     """
 
     gate: str = "mlp.gate_proj"
@@ -170,7 +172,7 @@ class MlpSpec:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The paths of the projections to gate and up, or to what there is of them."""
+        """Returns the paths of the projections to gate and up: the packed one, both, or up alone."""
         if self.gate_up:
             return (self.gate_up,)
         return (self.gate, self.up) if self.gate else (self.up,)
@@ -178,36 +180,35 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """An attention spec describes Megatron's ``SelfAttention``: causal attention of the hidden state to itself.
+    """Describes Megatron's ``SelfAttention``: causal attention of the hidden state to itself.
 
     Paths are relative to the layer.
 
     Attributes:
-        heads, kv_heads, head_dim: attention heads, heads of k and v, and their size.
-        normalization: which kind norms are, with weights, and biases or none: of heads, and of the layer in a
-            ``LayerSpec``.
-        zero_centered: weights of norms are kept less 1.
-        eps: of norms.
-        q, k, v, out: projections; biases on all of q, k and v or on none, and then perhaps on out.
-        qkv: q, k and v in one projection, which counts instead; empty: there is none.
-        by_heads: in ``qkv``, the q, k and v of a head lie together, as Megatron has them; else first all of q.
-        gated: for each head, ``q`` gives its q and then a gate; what attention gives is multiplied with the gate's
-            sigmoid.
+        heads, kv_heads, head_dim: number of attention heads, number of KV heads, and size of a head.
+        normalization: kind of all norms, of heads and of the layer (``LayerSpec``), with weights; biases are
+            optional.
+        zero_centered: norms store their weights minus 1.
+        eps: epsilon of norms.
+        q, k, v, out: projections. Either q, k and v all have biases and ``out`` may have one, or none has.
+        qkv: one projection to q, k and v, used instead of ``q``, ``k`` and ``v``; empty for none.
+        by_heads: in ``qkv``, q, k and v of a head are adjacent, as in Megatron; otherwise all of q comes first.
+        gated: for each head, ``q`` computes q and then a gate, whose sigmoid multiplies the output of attention.
         q_norm, k_norm: norms of each head of q and k; empty for none.
-        softmax_scale: what products of q and k are multiplied with; None: ``head_dim`` to the power of -1/2.
-        dropout, out_dropout: probabilities: of attention; of what the definition's module returns, which Megatron
-            has where that is added to the hidden state.
-        rotary: path in the model of the module whose frequencies the angles are made of; empty: attention has no
-            positions.
-        frequencies: buffer of ``rotary`` that has those of each layer; empty: all ``inv_freq``.
-        interleaved: neighbours are rotated together; else those half of what is rotated apart.
-        rotary_factor: of cosine and sine (YaRN, arXiv 2309.00071).
-        rotated: whether each layer has rotary positions; empty: all have.
-        windows: how many tokens a token of each layer attends to, itself included (None: all); empty: all layers
+        softmax_scale: factor of the products of q and k; None: ``head_dim ** -0.5``.
+        dropout, out_dropout: probabilities of dropout: of the attention weights; of the output of the definition's
+            module, which Megatron applies where it adds the output to the hidden state.
+        rotary: path in the model of the module whose frequencies give the angles; empty: no rotary positions.
+        frequencies: for each layer, the buffer of ``rotary`` with its frequencies; empty: ``inv_freq`` for all.
+        interleaved: neighbouring features are rotated as a pair; otherwise features half the rotated size apart.
+        rotary_factor: factor of cosine and sine (YaRN, arXiv 2309.00071).
+        rotated: for each layer, whether it has rotary positions; empty: all layers have.
+        windows: for each layer, how many tokens a token attends to, itself included (None: all); empty: all layers
             attend to all.
-        sinks: parameter [heads]: logits of a place without a value that all tokens attend to; empty for none.
-        mla: how q, k and v are made where they are compressed first; the other projections and the norms of
-            heads do not count then. None: they are not.
+        sinks: parameter [heads] with the logits of an extra place without a value, which all tokens attend to;
+            empty for none.
+        mla: how q, k and v are projected from compressed forms; the other projections and the norms of heads are
+            then ignored. None: they are not compressed.
     """
 
     heads: int
@@ -239,39 +240,41 @@ class AttentionSpec:
 
     @property
     def module(self) -> str:
-        """The path of the module that all of the attention is in."""
+        """Returns the path of the module that holds the whole attention."""
         return self.out.rpartition(".")[0]
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The paths of the norms of heads."""
+        """Returns the paths of the norms of heads."""
         return tuple(name for name in (self.q_norm, self.k_norm) if name)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The paths of the projections to q, k and v."""
+        """Returns the paths of the projections to q, k and v."""
         if self.mla is not None:
             return (self.mla.q_up, self.mla.kv_up)
         return (self.qkv,) if self.qkv else (self.q, self.k, self.v)
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The paths of the linears that every TP rank has whole."""
+        """Returns the paths of the linears that are replicated over TP ranks."""
         return () if self.mla is None else (self.mla.q_down, self.mla.kv_down)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer spec describes a decoder layer that computes what Megatron's ``TransformerLayer`` does: norm,
-    attention, norm, MLP (in its place some have a ``MoeSpec``), either added to the hidden state. Paths are
-    relative to the layer.
+    """Describes a decoder layer that computes the same as Megatron's ``TransformerLayer``.
+
+    It applies norm, attention, norm, and MLP or mixture (``MoeSpec``); the outputs of attention and of the MLP are
+    added to the hidden state. Paths are relative to the layer.
 
     Attributes:
-        attention: which speaks of the layer's norms, too.
-        mlp: where there is no ``MoeSpec``.
-        input_norm, mlp_norm: norms before attention and before the MLP; empty: there are none.
-        attention_post_norm, mlp_post_norm: of what either gives, before it is added; empty for none.
-        hidden_dropout: probability of dropout in what is added.
+        attention: spec of the attention; its kind of norms holds for the layer's norms, too.
+        mlp: spec of the MLP, for layers without a ``MoeSpec``.
+        input_norm, mlp_norm: norms before attention and before the MLP; empty for none.
+        attention_post_norm, mlp_post_norm: norms of the outputs of attention and MLP before they are added; empty
+            for none.
+        hidden_dropout: probability of dropout in the outputs that are added.
     """
 
     attention: AttentionSpec
@@ -284,6 +287,6 @@ class LayerSpec:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The paths of the norms of the hidden state."""
+        """Returns the paths of the norms of the hidden state."""
         names = (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm)
         return tuple(name for name in names if name)

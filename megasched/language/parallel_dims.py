@@ -1,4 +1,4 @@
-"""A layout: one point in (TP, SP, PP, VPP, CP, EP, DP), as Megatron's own flags give it."""
+"""Defines one point in (TP, SP, PP, VPP, CP, EP, DP), given by Megatron's own flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
-    """8-bit training of the layers by Transformer Engine; field names are Megatron's.
+    """Describes 8-bit training of the layers by Transformer Engine; field names are Megatron's.
 
     Attributes:
         fp8_recipe: how tensors are scaled: delayed, tensorwise, blockwise or mxfp8.
@@ -31,31 +31,33 @@ class Fp8:
 
     @property
     def multiple(self) -> int:
-        """What every size of an 8-bit matrix product is a multiple of (``get_fp8_align_size`` in
-        megatron/core/fp8_utils.py)."""
+        """Returns the number that every size in an 8-bit matrix product must be a multiple of.
+
+        See ``get_fp8_align_size`` in megatron/core/fp8_utils.py.
+        """
         return 32 if self.fp8_recipe == "mxfp8" else 16
 
     def covers(self, layer: int, count: int) -> bool:
-        """Whether layer number ``layer`` of ``count`` runs in 8 bits (``is_first_last_bf16_layer`` there)."""
+        """Returns whether layer ``layer`` of ``count`` runs in 8 bits (``is_first_last_bf16_layer`` there)."""
         return self.num_layers_at_start_in_bf16 <= layer < count - self.num_layers_at_end_in_bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """How a job is spread over ranks; field names are Megatron's flag names.
+    """Describes how a job is spread over ranks; field names are Megatron's flag names.
 
     Attributes:
-        tensor_model_parallel_size: TP, ranks that share one layer.
+        tensor_model_parallel_size: TP, ranks that shard one layer.
         sequence_parallel: SP, activations between TP regions are split along the sequence.
         pipeline_model_parallel_size: PP, ranks that share the depth of the model.
         virtual_pipeline_model_parallel_size: VPP, model chunks per pipeline rank; None without interleaving.
         context_parallel_size: CP, ranks that share one sequence.
         expert_model_parallel_size: EP, ranks that share the experts of one layer.
-        data_parallel_size: DP, replicas of the whole.
+        data_parallel_size: DP, replicas of the whole model.
         micro_batch_size: sequences in one forward.
-        fp8: 8-bit training, if it was asked for; a schedule may choose by it.
-        tp_comm_overlap: communication over TP is to overlap with matrix products, which Megatron's own layers do.
-        mixture_flags: Megatron's flags that were given and that only its own mixtures of experts know.
+        fp8: 8-bit training, or None; a schedule may depend on it.
+        tp_comm_overlap: communication over TP overlaps with matrix products, as Megatron's own layers do.
+        mixture_flags: given flags of Megatron that only its own mixtures of experts support.
         packed_sequences: a row of a batch may hold several sequences (``--sft``).
     """
 
@@ -97,27 +99,30 @@ class ParallelDims:
 
     @property
     def vpp(self) -> int:
-        """Model chunks per pipeline rank (1 without interleaving)."""
+        """Returns the number of model chunks per pipeline rank (1 without interleaving)."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def sp(self) -> bool:
-        """Whether sequence parallelism is on and does something (Megatron ignores it at TP 1)."""
+        """Returns whether sequence parallelism has an effect; Megatron ignores it at TP 1."""
         return self.sequence_parallel and self.tp > 1
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job; those of EP are among them."""
+        """Returns the number of ranks of the whole job; the ranks of EP are among them."""
         return self.tp * self.pp * self.cp * self.data_parallel_size
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Ranks that hold the same experts. Those have a grid of their own, in which no feature is cut: all ranks
-        of a pipeline stage are shared out over EP, those of TP and CP with the others."""
+        """Returns the number of ranks that hold the same experts.
+
+        Experts have their own grid of ranks, in which no feature is sharded: EP divides all ranks of a pipeline
+        stage, those of TP and CP included.
+        """
         return self.tp * self.cp * self.data_parallel_size // self.ep
 
     def flags(self) -> list[str]:
-        """Megatron's flags that say the same; data parallelism is what the number of ranks leaves over."""
+        """Returns Megatron's flags for these sizes; there is none for DP, which the number of ranks implies."""
         found = []
         for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
             size = getattr(self, f"{name}_parallel_size")
@@ -128,7 +133,7 @@ class ParallelDims:
         return [*found, "--sequence-parallel"] if self.sequence_parallel else found
 
     def size_of(self, group: Group) -> int:
-        """Ranks in one group of that kind."""
+        """Returns the number of ranks in one group of this kind."""
         return self.ep if group == "ep" else self.tp
 
     def __str__(self) -> str:

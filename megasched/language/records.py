@@ -1,7 +1,7 @@
-"""What a primitive call leaves behind: which primitive, on which module, with what, asked for at which line.
+"""Defines the record of a primitive call: which primitive, on which module, with which arguments, from which line.
 
-Nothing is changed when a primitive is called; the records are the schedule. They can be printed, saved,
-compared and replayed on another schedule.
+A primitive call changes nothing: the records are the schedule. They can be printed, saved, compared and replayed
+on another schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _FORM = [{"primitive": str, "path": str, "arguments": {}, "source": str}]
 
 
 def caller_source() -> str:
-    """``file:line`` of the innermost frame outside this library; the adapters' own schedule counts as outside."""
+    """Returns ``file:line`` of the innermost frame outside this library, or an empty string if there is none.
+
+    The adapters' own schedule counts as outside.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -40,13 +43,13 @@ def caller_source() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One primitive call.
+    """Represents one primitive call.
 
     Attributes:
         primitive: registered name, e.g. ``shard``.
         path: module path in the definition, e.g. ``model.layers.0.mlp.up_proj``; empty for the root.
         arguments: the primitive's arguments by name.
-        source: ``file:line`` that asked for it; not part of equality, so that schedules can be compared.
+        source: ``file:line`` of the call; not part of equality, so that schedules can be compared.
     """
 
     primitive: str
@@ -64,7 +67,7 @@ def _show(value: Any) -> str:
 
 
 def save_records(records: Iterable[Record], path: str | Path) -> None:
-    """Writes records as JSON, functions and classes by import path.
+    """Writes records as JSON, with functions and classes by their import paths.
 
     Raises:
         ConfigError: an argument is neither plain data nor a function or class that can be imported again
@@ -86,11 +89,11 @@ def save_records(records: Iterable[Record], path: str | Path) -> None:
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Reads what ``save_records`` wrote, equal to what was saved; named functions are imported again.
+    """Reads records that ``save_records`` wrote, equal to the saved ones; named functions are imported again.
 
     Raises:
-        ConfigError: the file can't be read, is none of records, or names a function or class that is no longer
-            where it was.
+        ConfigError: the file can't be read, holds no records, or names a function or class that can no longer be
+            imported.
     """
     rows = read_json(path, RECORDS, _FORM)
     try:
@@ -135,7 +138,7 @@ def _decode(value: Any) -> Any:
 
 
 def _found(name: str) -> Any:
-    """What ``module:qualified.name`` names; None when there is no such thing."""
+    """Returns the object that ``module:qualified.name`` names, or None if it can't be imported."""
     module, _, path = name.partition(":")
     try:
         if importlib.util.find_spec(module) is None:  # ValueError: there, but not to be imported again

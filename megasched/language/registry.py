@@ -1,7 +1,7 @@
-"""The registry of primitives: what exists, and where its documentation is.
+"""Registers primitives: which exist, how they are carried out, and where their documentation is.
 
-Built-in primitives and third parties' come the same way, through the entry point group
-``megasched.primitives``: importing the module named there registers what it defines.
+Built-in primitives and third parties' are both found through the entry point group ``megasched.primitives``:
+importing the module named there registers the primitives that it defines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Lowering = Callable[[Any, Record, Any], None]
 
 
 class Node(Protocol):
-    """What a primitive is told of the module it is called on: all that a ``Schedule`` has of its own."""
+    """Describes the attributes of a ``Schedule`` that a primitive sees of the module it is called on."""
 
     @property
     def path(self) -> str: ...
@@ -58,32 +58,33 @@ class Node(Protocol):
 
 
 class Primitive:
-    """One transformation. A subclass says all of itself: what its call records, and how phases treat the record.
+    """Defines one transformation: a subclass states what its calls record, and how each phase treats the records.
 
-    What a class does not say has a default that is safe: its record is carried out on the lowered module, and what
-    would change that module (a fused product, Megatron's layer around it) is left out.
+    Attributes that a subclass does not set have safe defaults: its record is carried out on the lowered module,
+    and optimisations that would change that module (a fused product, Megatron's layer around it) are left out.
 
     Attributes:
-        name: how it is called on a schedule.
-        aliases: other names for the same.
-        leaves_record: whether a call is recorded; otherwise what ``record`` returns is the call's answer.
-        phase: what carries a record out. ``edit`` changes the definition before anything is planned, ``plan``
-            decides how it lies and is computed, ``graph`` works on traced modules, and ``lowered`` has a function
-            of its own (``register_lowering``) called on the lowered module.
-        replaces_modules: other modules stand in the places of the definition's afterwards.
-        survives_replacement: the record counts where its module was replaced, too; others are refused there.
-        keeps_product: a column linear still computes the product that it has in the definition, so that one matrix
-            product may compute it with others.
-        on_megatron_module: a call on a module itself is carried out where Megatron's own stands in its place.
-        inside_megatron_module: so is a call on a module inside, of which nothing is left then.
+        name: method name on a schedule.
+        aliases: other method names.
+        leaves_record: whether a call is recorded; otherwise the call returns what ``record`` returns.
+        phase: what carries a record out. ``edit`` changes the definition before planning, ``plan`` decides on
+            placement and computation, ``graph`` works on traced modules, and ``lowered`` calls the primitive's own
+            function (``register_lowering``) on the lowered module.
+        replaces_modules: other modules replace the definition's.
+        survives_replacement: the record is also valid on a replaced module; others are refused there.
+        keeps_product: a column linear still computes the matrix product of the definition, so that one product may
+            compute it together with others.
+        on_megatron_module: a call on a module is carried out on Megatron's own module that replaces it.
+        inside_megatron_module: a call on a submodule of a module that Megatron's own replaces is allowed, though
+            the submodule is gone then.
         one_call_in_graph: whether the module is one call in the graph of a traced module around it.
         makes_graph: the module's code is traced, and runs as a graph.
         takes_subgraph: an argument ``subgraph``, if given, is checked as operations of the traced module; records
             get it through ``record_subgraph``.
-        inlines_subgraph: what is made of those operations looks inside, so that no live call can be among them.
+        inlines_subgraph: the replacement looks inside these operations, so that no live call can be among them.
         runs_code_again: the module's code may run more often than its model is called.
-        chooses_trained: which parameters are trained follows from it.
-        shown_by_effect: ``megasched show`` says what it did to the module, and need not name the call.
+        chooses_trained: the records decide which parameters are trained.
+        shown_by_effect: ``megasched show`` prints the effect on the module, and need not name the call.
     """
 
     name: ClassVar[str]
@@ -104,15 +105,15 @@ class Primitive:
     shown_by_effect: ClassVar[bool] = False
 
     def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """The arguments to keep, by name. Nothing is changed and nothing heavy is done here."""
+        """Returns the arguments to keep, by name; it changes nothing and does nothing expensive."""
         raise NotImplementedError(f"primitive {self.name} defines no record()")
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        """What is wrong with this call as seen on the definition alone; collected over the whole schedule."""
+        """Returns problems of this call that the definition alone shows; collected over the whole schedule."""
         return []
 
     def paths(self, node: Node, arguments: Mapping[str, Any]) -> list[str]:
-        """Paths of the modules that this call is about: the one that it is made on, unless it looks for others."""
+        """Returns the paths of the modules that this call affects: by default the one that it is made on."""
         return [node.path]
 
 
@@ -123,9 +124,9 @@ _LOWERINGS: dict[str, Lowering] = {}
 
 
 def register_primitive[P: type[Primitive]](cls: P) -> P:
-    """Class decorator: makes a primitive callable on every schedule, under its name and aliases.
+    """Registers a primitive class, so that it is callable on every schedule under its name and aliases.
 
-    A file that is run again (a schedule file) may register its classes again.
+    A file that runs again (a schedule file) may register its classes again.
 
     Raises:
         ConfigError: another class has the name, or a schedule has a method or attribute of this name.
@@ -148,10 +149,10 @@ def register_primitive[P: type[Primitive]](cls: P) -> P:
 
 
 def register_lowering(primitive: str) -> Callable[[Lowering], Lowering]:
-    """Decorator: says how a record of this primitive is carried out on the lowered module.
+    """Registers a function that carries out the records of this primitive on the lowered module.
 
     The function gets (module, record, context) after all parallel layers are in place; records are carried
-    out in the order of the calls. A file that is run again (a schedule file) may register its function again.
+    out in the order of the calls. A file that runs again (a schedule file) may register its function again.
 
     Raises:
         ConfigError: another function is registered for the primitive, or another phase carries it out.
@@ -176,24 +177,24 @@ def _load_lowerings() -> None:
 
 
 def has_lowering(primitive: Primitive) -> bool:
-    """Whether a record of this primitive is carried out: by a phase as a whole, or by a function of its own."""
+    """Returns whether records of this primitive can be carried out, by a phase or by its own function."""
     _load_lowerings()
     return primitive.phase != "lowered" or primitive.name in _LOWERINGS
 
 
 def get_lowering(primitive: str) -> Lowering:
-    """The function that carries out records of this primitive on lowered modules; ``has_lowering`` says if."""
+    """Returns the function that carries out records of this primitive; ask ``has_lowering`` first."""
     _load_lowerings()
     return _LOWERINGS[primitive]
 
 
 @dataclass(frozen=True)
 class SubgraphRules:
-    """What the floor of graphs knows of an argument ``subgraph``.
+    """Holds the functions of ``megasched.graph`` that record and check an argument ``subgraph``.
 
     Attributes:
-        record: of (primitive, node, value): what a record keeps of it.
-        check: of (primitive, node, arguments, source): what is wrong with it in view of the whole schedule.
+        record: maps (primitive, node, value) to the data that a record keeps.
+        check: maps (primitive, node, arguments, source) to the argument's problems within the whole schedule.
     """
 
     record: Callable[[Primitive, Node, Any], dict[str, Any]]
@@ -204,22 +205,22 @@ _SUBGRAPH_RULES: list[SubgraphRules] = []
 
 
 def register_subgraph_rules(rules: SubgraphRules) -> None:
-    """Says how arguments called ``subgraph`` are recorded and checked."""
+    """Registers the rules by which arguments called ``subgraph`` are recorded and checked."""
     _SUBGRAPH_RULES[:] = [rules]
 
 
 def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:
-    """A sub-graph that was handed to a primitive, as its record keeps it.
+    """Returns the data that a record keeps of a sub-graph passed to a primitive.
 
     Raises:
-        ScheduleError: it is no part of this traced module, or can't be handled as one.
+        ScheduleError: it is not part of this traced module, or can't be handled as one.
     """
     _load_entry_points()
     return _SUBGRAPH_RULES[0].record(primitive, node, value)
 
 
 def check_call(node: Node, record: Record) -> list[Problem]:
-    """What is wrong with one call, as its primitive and the rules for its arguments see it."""
+    """Returns the problems of one call, found by its primitive and by the rules for its arguments."""
     primitive = get_primitive(record.primitive)
     problems = primitive.check(node, record.arguments, record.source)
     if primitive.takes_subgraph and "subgraph" in record.arguments:
@@ -228,7 +229,7 @@ def check_call(node: Node, record: Record) -> list[Problem]:
 
 
 def records_where(records: Iterable[Record], holds: Callable[[Primitive], bool]) -> list[Record]:
-    """Those whose primitive is such a one, in their order."""
+    """Returns the records whose primitive fulfils the condition, in their order."""
     return [record for record in records if holds(get_primitive(record.primitive))]
 
 
@@ -244,10 +245,10 @@ def has_primitive(name: str) -> bool:
 
 
 def get_primitive(name: str) -> Primitive:
-    """The primitive of this name or alias.
+    """Returns the primitive of this name or alias.
 
     Raises:
-        ConfigError: there is none; lists those that exist.
+        ConfigError: there is none; lists the existing ones.
     """
     if not has_primitive(name):
         raise ConfigError(f"no primitive {name!r}; there are: {', '.join(list_primitives(name_only=True))}")
@@ -259,7 +260,7 @@ def list_primitives(*, name_only: Literal[True]) -> list[str]: ...
 @overload
 def list_primitives(*, name_only: Literal[False] = False) -> dict[str, str]: ...
 def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
-    """All primitives: their names, or name -> documentation."""
+    """Returns the names of all primitives, or a dictionary of name -> documentation."""
     _load_entry_points()
     own = {primitive.name: primitive for primitive in _PRIMITIVES.values()}
     if name_only:
@@ -268,13 +269,13 @@ def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
 
 
 def call_of(primitive: Primitive) -> str:
-    """How a primitive is called on a schedule: ``shard(param, axis)``."""
+    """Returns the signature of a primitive's call on a schedule: ``shard(param, axis)``."""
     signature = inspect.signature(primitive.record)
     parameters = [p for name, p in signature.parameters.items() if name != "node"]
     return f"{primitive.name}{signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)}"
 
 
 def document(primitive: Primitive) -> str:
-    """Signature and documentation of a primitive, as text."""
+    """Returns the signature and documentation of a primitive as text."""
     also = f"\n\nAlso known as: {', '.join(primitive.aliases)}" if primitive.aliases else ""
     return f"{call_of(primitive)}\n\n{inspect.getdoc(primitive) or ''}{also}"

@@ -1,4 +1,4 @@
-"""A role says what a module is in its block, in words that hold for every architecture."""
+"""Defines roles: the function of a module in its block, in words that hold for every architecture."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ ROLES: Mapping[str, Cut | None] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles hold what is known of one definition beyond what its modules show.
+    """Holds the facts about one definition that its modules alone do not show.
 
     Attributes:
         role: module path -> role.
-        heads: module path -> heads in its output (projections to q, k, v), so that they are cut between heads.
+        heads: module path -> heads in its output (projections to q, k, v), so that it is sharded between heads.
         components: module path -> sizes of the projections packed into its output, e.g. ``(q, k, v)``.
         local_attributes: module path -> attributes that count heads or features of one rank; divided by TP.
             ``config.num_attention_heads`` names a field of the module's config, which is copied first.
-        origin: module path -> what decided on its role: an adapter's glob, an entry of HF's plan, what was seen.
-        declined: module path -> what was asked of it, or looked for, and is not done, with the reason.
-        layer: how Megatron's ``TransformerLayer`` can stand for a decoder layer, or else why it can't.
-        attention: how Megatron's ``SelfAttention`` can stand for a layer's, or else why it can't.
-        moe: how Megatron's ``MoELayer`` can stand for a mixture of experts, or else why it can't.
-        mlps: path of each module that looks like an MLP -> how Megatron's can stand for it, or else why it can't.
+        origin: module path -> source of its role: an adapter's glob, an entry of HF's plan, an observation.
+        declined: module path -> request or search that was declined, with the reason.
+        layer: how Megatron's ``TransformerLayer`` can replace a decoder layer, or else why it can't.
+        attention: how Megatron's ``SelfAttention`` can replace a layer's attention, or else why it can't.
+        moe: how Megatron's ``MoELayer`` can replace a mixture of experts, or else why it can't.
+        mlps: path of each module that looks like an MLP -> how Megatron's can replace it, or else why it can't.
     """
 
     role: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The schedule: a tree that mirrors the module tree, on which primitives are called.
+"""Defines the schedule: a tree that mirrors the module tree, on which primitives are called.
 
 ``sch["model.layers.0.self_attn"]`` is the schedule of one module, ``sch["model.layers.*.mlp"]`` and
 ``sch["model.layers"][2:4]`` are lists of them, and a primitive called on a list is called on each.
@@ -28,7 +28,7 @@ else:
 
 @dataclass
 class Root:
-    """What all nodes of one schedule share."""
+    """Holds the state that all nodes of one schedule share."""
 
     model: nn.Module
     layout: ParallelDims
@@ -47,14 +47,15 @@ class Root:
 
 
 class Schedule(PrimitiveCalls):
-    """The schedule of one module.
+    """Represents the schedule of one module.
 
     Attributes:
-        path: path of the module in the definition; the first one where it is known under several.
+        path: path of the module in the definition; the first one if it has several.
         mod: the module of the definition (not yet lowered).
         parent: schedule of the module around it; None at the root.
 
-    A schedule is true also where its module has no children, so that ``if "x" in sch`` is how to ask.
+    A schedule is truthy even if its module has no children; ``if "x" in sch`` tells whether there is a child
+    ``x``.
     """
 
     def __init__(self, root: Root, path: str) -> None:
@@ -87,22 +88,22 @@ class Schedule(PrimitiveCalls):
 
     @property
     def records(self) -> list[Record]:
-        """All records of this schedule, in the order of the calls."""
+        """Returns all records of this schedule, in the order of the calls."""
         return self._root.records
 
     @property
     def renamed(self) -> dict[str, tuple[str, ...]]:
-        """Parameter of a replaced module -> parameters of the definition it is made of; filled by the build."""
+        """Maps each parameter of a replaced module to the definition's that it is made of; filled by the build."""
         return self._root.renamed
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What primitives keep in memory beside the records, one for the whole schedule: graphs of modules."""
+        """Returns data that primitives share in memory beside the records, for the whole schedule, e.g. graphs."""
         return self._root.memory
 
     @property
     def built(self) -> bool:
-        """Whether ``megasched.build`` has carried this schedule out."""
+        """Returns whether ``megasched.build`` has carried this schedule out."""
         return self._root.built
 
     @built.setter
@@ -110,14 +111,14 @@ class Schedule(PrimitiveCalls):
         self._root.built = value
 
     def role_of(self, path: str) -> str | None:
-        """Role that the adapter gives the module at this full path, e.g. ``mlp.down``."""
+        """Returns the role that the adapter gives the module at this full path, e.g. ``mlp.down``, or None."""
         return self._root.roles.role.get(path)
 
     def role(self, name: str) -> ScheduleList:
-        """Every module below this one with the role ``name`` (globs allowed: ``qkv.*``).
+        """Returns every module below this one with the role ``name`` (globs allowed: ``qkv.*``).
 
         Raises:
-            ScheduleError: no module has the role; lists the roles that exist.
+            ScheduleError: no module has the role; lists the existing roles.
         """
         roles = [(node, role) for node in self.below().values() if (role := self.role_of(node.path)) is not None]
         found = [node for node, role in roles if fnmatch.fnmatchcase(role, name)]
@@ -127,11 +128,11 @@ class Schedule(PrimitiveCalls):
         return ScheduleList(found)
 
     def children(self) -> ScheduleList:
-        """Schedules of the direct child modules."""
+        """Returns the schedules of the direct child modules."""
         return ScheduleList([node for name, node in self.below().items() if "." not in name])
 
     def below(self) -> dict[str, Schedule]:
-        """Every module of the definition below this one, by its name from here; a shared one by its first."""
+        """Returns every module of the definition below this one, by its relative name; the first one if shared."""
         found: dict[str, Schedule] = {}
         seen: set[str] = set()
         for name in self._names_below():
@@ -204,12 +205,15 @@ class Schedule(PrimitiveCalls):
         return Schedule(self._root, self._join(path))
 
     def _names_below(self) -> list[str]:
-        """Every name of every module below this one, seen from here; those of shared modules too."""
+        """Returns every name of every module below this one, relative to it; all names of shared modules."""
         prefix = self.path + "." if self.path else ""
         return [p[len(prefix) :] for p in self._root.modules if p and p.startswith(prefix)]
 
     def _glob(self, pattern: str) -> ScheduleList:
-        """``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, none too."""
+        """Returns the modules that match a glob.
+
+        ``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, zero included.
+        """
         parts = pattern.split(".")
         nodes = [self._child(name) for name in self._names_below() if matches_glob(parts, name.split("."))]
         if not nodes:
@@ -228,7 +232,7 @@ class Schedule(PrimitiveCalls):
 
 
 def matches_glob(pattern: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether a path, split at its dots, matches a glob, split likewise."""
+    """Returns whether a path, split at its dots, matches a glob, split likewise."""
     if not pattern:
         return not names
     if pattern[0] == "**":
@@ -245,7 +249,7 @@ def _must_be_primitive(name: str) -> None:
 
 
 class ScheduleList(Sequence[Schedule], PrimitiveCalls):
-    """Several schedules; a primitive or a path applies to each of them."""
+    """Represents several schedules; a primitive or a path applies to each of them."""
 
     def __init__(self, items: Sequence[Schedule]) -> None:
         self._items = list(items)
@@ -289,12 +293,12 @@ class ScheduleList(Sequence[Schedule], PrimitiveCalls):
 
 
 def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
-    """An empty schedule of a model.
+    """Returns an empty schedule of a model.
 
     Args:
         model: any ``nn.Module``; it is not changed before ``build``.
-        layout: how the job is spread; by default what Megatron's process groups say (one rank without them).
-        roles: what an adapter knows of the model; nothing by default.
+        layout: how the job is spread; by default the sizes of Megatron's process groups (one rank without them).
+        roles: facts of an adapter about the model; none by default.
     """
     if layout is None:
         layout = current_layout()
@@ -302,7 +306,7 @@ def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles:
 
 
 def current_layout() -> ParallelDims:
-    """The layout of Megatron's process groups in this process; one rank when they are not initialised."""
+    """Returns the layout of Megatron's process groups in this process; one rank if they are not initialised."""
     import sys
 
     state = sys.modules.get("megatron.core.parallel_state")
@@ -318,7 +322,7 @@ def current_layout() -> ParallelDims:
 
 
 def replay(records: Sequence[Record], schedule: Schedule) -> None:
-    """Makes the same calls on another schedule (of the same model, or one with the same paths)."""
+    """Repeats the calls on another schedule, of the same model or of one with the same paths."""
     for record in records:
         node = schedule.root[record.path] if record.path else schedule.root
         primitive = get_primitive(record.primitive)

@@ -1,10 +1,10 @@
-"""A user's schedule: a Python file with ``def schedule(sch, layout)``, or one registered by name.
+"""Finds a user's schedule: a Python file with ``def schedule(sch, layout)``, or one registered by name.
 
 A file may hold several, each registered with ``@register_schedule("name")`` and chosen as ``FILE:name``.
 Installed packages register theirs through the entry point group ``megasched.schedules``.
 
-A function with more parameters than those two takes options: ``FILE:ratio=0.5,level=block`` or
-``FILE:name:ratio=0.5``. They are a part of the name, so that whoever passes a schedule on passes them on too.
+A function with more than these two parameters takes options: ``FILE:ratio=0.5,level=block`` or
+``FILE:name:ratio=0.5``. Options are part of the name, so that code that passes a schedule on passes them on, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REGISTERED: dict[str, ScheduleFunction] = {}
 
 
 def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
-    """Decorator: registers a schedule function under a name."""
+    """Registers the decorated schedule function under a name."""
 
     def decorate(function: ScheduleFunction) -> ScheduleFunction:
         known = _REGISTERED.get(name)
@@ -52,13 +52,13 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
 
 
 def find_schedule(name: str) -> ScheduleFunction:
-    """The schedule that ``--model-schedule`` names: ``auto``, a file, ``FILE:name``, or a registered name.
+    """Returns the schedule that ``--model-schedule`` names: ``auto``, a file, ``FILE:name``, or a registered name.
 
-    Options in the name are bound to the function that is returned.
+    Options in the name are bound to the returned function.
 
     Raises:
         ConfigError: there is none, the file can't be read, or it does not take these options.
-        ScheduleError: the file fails when it is imported; names the line.
+        ScheduleError: the import of the file fails; names the line.
     """
     file, chosen, options = _parts(name)
     function = _find(chosen) if file is None else _from_file(file, chosen)
@@ -67,9 +67,9 @@ def find_schedule(name: str) -> ScheduleFunction:
 
 
 def split_file(name: str) -> tuple[Path | None, str]:
-    """The file that a schedule is named by, and what follows its colon; None and the whole name without one.
+    """Returns the file in a schedule's name and the text after its colon, or None and the name without a file.
 
-    A path may have colons in it: of several ends in ``.py``, the first that is a file counts.
+    A path may contain colons: of several ends in ``.py``, the first that is an existing file counts.
     """
     ends = [at + len(_SUFFIX) for at in range(len(name)) if name.startswith(_SUFFIX, at)]
     ends = [end for end in ends if name[end : end + 1] in ("", ":")]
@@ -80,13 +80,13 @@ def split_file(name: str) -> tuple[Path | None, str]:
 
 
 def add_options(name: str, options: Sequence[str]) -> str:
-    """The name of a schedule with options added to those it has; of one given twice the last counts.
+    """Returns the name of a schedule with options added to its own; of repeated options the last counts.
 
     Args:
         options: each ``KEY=VALUE``.
 
     Raises:
-        ConfigError: one is not of this form.
+        ConfigError: an option does not have this form.
     """
     for option in options:
         key, equals, value = option.partition("=")
@@ -99,7 +99,7 @@ def add_options(name: str, options: Sequence[str]) -> str:
 
 
 def _parts(name: str) -> tuple[Path | None, str, dict[str, str]]:
-    """File, name in it (or the registered one), and options of ``FILE:name:KEY=VALUE,KEY=VALUE``."""
+    """Returns the file, the name, and the options of ``FILE:name:KEY=VALUE,KEY=VALUE``."""
     file, rest = split_file(name)
     head, _, last = rest.rpartition(":")
     if "=" not in last or (file is None and not head):
@@ -114,7 +114,7 @@ def _parts(name: str) -> tuple[Path | None, str, dict[str, str]]:
 
 
 def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, str]) -> ScheduleFunction:
-    """The function with its options bound; values are JSON where they parse as such."""
+    """Returns the function with its options bound; values are parsed as JSON where possible."""
     parameters = list(inspect.signature(function).parameters.values())[2:]
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     unknown = [key for key in options if key not in known]
@@ -131,10 +131,10 @@ def _with_options(function: ScheduleFunction, name: str, options: Mapping[str, s
 
 
 def _value(key: str, text: str) -> Any:
-    """What an option is: JSON where it is such, else the text.
+    """Returns the value of an option: parsed if it is JSON, else the text.
 
     Raises:
-        ConfigError: JSON that no program can use: nested too deep, numbers of a thousand digits.
+        ConfigError: the JSON is unusable: nested too deep, numbers of a thousand digits.
     """
     if why := unsound_text(text):
         raise ConfigError(f"--schedule-option {key}: {why}")
@@ -161,10 +161,10 @@ def _find(name: str) -> ScheduleFunction:
 
 
 def apply_schedule(sch: Schedule, function: ScheduleFunction) -> Schedule:
-    """Calls a user's schedule function on a schedule.
+    """Calls a user's schedule function on a schedule, and returns the schedule.
 
     Raises:
-        ScheduleError: what it raises, with the line of the user's file that did.
+        ScheduleError: the function raised an error; names the line of the user's file.
     """
     try:
         function(sch, sch.layout)
@@ -192,7 +192,7 @@ def _from_file(path: Path, chosen: str) -> ScheduleFunction:
 
 
 def _import(path: Path) -> ModuleType:
-    """Runs the file as a module of its own name; a failure names the line in it."""
+    """Runs the file as a module named after it; a failure names the line in the file."""
     text = read_bytes(path, SCHEDULE.named_by("--model-schedule"))
     module = ModuleType(f"megasched_schedule_{path.stem}")
     module.__file__ = str(path)
@@ -217,18 +217,18 @@ def _registered() -> dict[str, ScheduleFunction]:
 
 
 def _raised_at(error: Exception, function: ScheduleFunction) -> str:
-    """The line of the user's function that raised; where the function stands if it could not even be called."""
+    """Returns the line of the user's function that raised, or of its definition if it could not be called."""
     place = _place(function)
     return _line_in(error, place.rpartition(":")[0]) or place
 
 
 def _line_in(error: Exception, filename: str) -> str:
-    """The innermost line of the user's file in a traceback; empty if the file is not in it."""
+    """Returns the innermost line of the user's file in a traceback; empty if the file is not in it."""
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
     return f"{filename}:{lines[-1].lineno}" if lines else ""
 
 
 def _place(function: ScheduleFunction) -> str:
-    """``file:line`` of a function; what it is for a callable that has no code of its own."""
+    """Returns ``file:line`` of a function, or the ``repr`` of a callable without code of its own."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)

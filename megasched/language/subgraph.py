@@ -1,4 +1,4 @@
-"""A part of a traced module, named so that a record can keep it: plain data, no tensors and no nodes."""
+"""Defines ``Subgraph``: operations of a traced module by name, in plain data that a record can keep."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megasched.language.records import caller_source
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Operations of one traced module.
+    """Represents operations of one traced module by their names.
 
     Attributes:
         path: the traced module.
         nodes: names of the operations, in the order in which they run.
-        inputs: names of what they read from outside, in the order of the pattern's parameters; of the
-            operations otherwise.
-        pattern: the ready pattern that was found (``bias_gelu``), and how it is spelled (``bias_gelu:tanh``);
-            empty where none was looked for.
+        inputs: names of the outside values that they read, in the order of the pattern's parameters, or else of
+            the operations.
+        pattern: the built-in pattern that was found (``bias_gelu``), and its spelling (``bias_gelu:tanh``);
+            empty if no pattern was searched for.
         scalars: numbers that the pattern leaves open, e.g. ``{"eps": 1e-06}``.
     """
 
@@ -35,7 +35,7 @@ class Subgraph:
         return f"{self.path or '<model>'}:{title} {', '.join(self.nodes)}"
 
     def __or__(self, other: Subgraph) -> Subgraph:
-        """Both together, to be handled as one.
+        """Returns the union of both, to be handled as one.
 
         Raises:
             ScheduleError: they are parts of different modules.
@@ -46,9 +46,9 @@ class Subgraph:
         return Subgraph(self.path, tuple(dict.fromkeys([*self.nodes, *other.nodes])))
 
     def as_data(self) -> dict[str, Any]:
-        """What a record keeps beside its own path: ``Subgraph(path, **data)`` is equal to this one.
+        """Returns the data that a record keeps beside its own path: ``Subgraph(path, **data)`` equals this one.
 
-        Without the path, so that the records of layers that are alike are alike.
+        The path is left out, so that identical layers have equal records.
         """
         every = {
             "nodes": self.nodes,
@@ -60,10 +60,10 @@ class Subgraph:
 
 
 def as_subgraph(value: Subgraph | Mapping[str, Any], path: str, primitive: str) -> Subgraph:
-    """What a primitive was given, found by ``find`` or read from a record; it must belong to its module.
+    """Checks and returns the sub-graph passed to a primitive, found by ``find`` or read from a record.
 
     Raises:
-        ScheduleError: it is a part of another module, has no operations, or is no sub-graph at all.
+        ScheduleError: it is part of another module, has no operations, or is no sub-graph at all.
     """
     if isinstance(value, Mapping):
         value = Subgraph(path, **value)

@@ -1,4 +1,4 @@
-"""How a tensor of a run may lie over the ranks of a group, in words that all analyses share."""
+"""Describes how a tensor is sharded over the ranks of a group, in terms that all analyses share."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ INVARIANT, REPLICATE, FEATURE_SHARD, SEQUENCE_SHARD = TpType
 
 @dataclass(frozen=True)
 class ShardDim:
-    """How a tensor is cut.
+    """Describes the dimension in which a tensor is sharded.
 
     Attributes:
         dim: the dimension, counted from the left.
-        outer: what lies outside the cut in this dimension, where a view has merged it with others: the
-            dimension is ``outer`` times what is cut.
-        components: sizes of the packed projections that lie one after the other there, each cut on its own;
-            empty for one.
-        heads: of each component, where it has fewer than there are ranks, so that several have the same one; 0
-            where each rank has a part of its own. Empty where that holds for all.
+        outer: product of the outer dimensions that a view has merged into this one: its size is ``outer`` times
+            the sharded size.
+        components: sizes of the packed projections that follow each other in this dimension, each sharded
+            separately; empty for a single one.
+        heads: for each component, its number of heads if there are more ranks than heads, so that several ranks
+            share one; 0 if each rank has its own part. Empty: 0 for all.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class ShardDim:
     heads: tuple[int, ...] = ()
 
     def on_rank(self, size: int, tp: int) -> int:
-        """How much of a dimension of this size one of ``tp`` ranks has."""
+        """Returns how much of a dimension of this size one of ``tp`` ranks holds."""
         lengths = self.components or (size // self.outer,)
         parts = self.heads or (0,) * len(lengths)
         return self.outer * sum(length // (part or tp) for length, part in zip(lengths, parts, strict=True))

@@ -1,8 +1,8 @@
-"""Attention through HF's ``AttentionInterface``: one function for every definition that asks for one.
+"""Computes attention through HF's ``AttentionInterface``, by one function for all definitions that use it.
 
-It sees local heads only, so it is the same at any TP. Plain causal attention goes to a fused kernel; a
-mask that HF built (sliding window, chunks) is applied as it is. Under context parallelism a rank's queries meet
-the keys of all ranks (``context_parallel.py``), and masks are those of their true places (``context_masks.py``).
+It sees local heads only, so it is the same at any TP. Plain causal attention goes to a fused kernel; a mask that
+HF built (sliding window, chunks) is applied unchanged. Under context parallelism a rank's queries attend to the
+keys of all ranks (``context_parallel.py``), with masks of their true positions (``mask_interface.py``).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class AttentionSettings:
-    """What the lowering knows of one attention module; kept on the module as ``megasched_attention``.
+    """Holds the lowering's facts about one attention module; stored on the module as ``megasched_attention``.
 
     Attributes:
         local_heads: query heads on this rank; another number in a forward is an error: a definition that views
-            heads by a count of its own would go wrong silently. None where they are whole, and may be no heads.
-        sharded: heads are cut over TP, so that dropout must differ between the ranks.
-        te: Transformer Engine's kernels, where they are used.
-        context: the ranks that share the sequence of these queries; None where this module has all of it.
+            heads by its own count would silently compute wrongly. None if they are whole, and need not be heads.
+        sharded: heads are sharded over TP, so that dropout must differ between the ranks.
+        te: Transformer Engine's kernels, if they are used.
+        context: the ranks that share the sequence of these queries; None if this module has all of it.
         packed: a row may hold several sequences, which masks keep apart.
-        first_head: which of all query heads is the first of this rank.
-        recompute: compute the attention core again in the backward pass (Megatron's ``core_attn``).
-        logged: why calls stayed with torch where Transformer Engine is there; each reason is logged once.
+        first_head: index of this rank's first query head among all.
+        recompute: recompute the attention core in the backward pass (Megatron's ``core_attn``).
+        logged: reasons for which torch and not Transformer Engine computed calls; each is logged once.
     """
 
     local_heads: int | None
@@ -59,7 +59,7 @@ class AttentionSettings:
     logged: set[str] = field(default_factory=set)
 
     def stays_with_torch(self, reason: str) -> bool:
-        """Whether a reason keeps a call from Transformer Engine; says so in the debug log, once."""
+        """Returns whether a reason keeps a call from Transformer Engine; logs it once at debug level."""
         if reason and reason not in self.logged:
             self.logged.add(reason)
             log.debug("attention stays with torch, not Transformer Engine: %s", reason)
@@ -72,20 +72,20 @@ _WHOLE = AttentionSettings(None, sharded=False)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of attention: what HF hands over, and, once it is resolved, how it is computed.
+    """Represents a call of attention: HF's arguments, and, once it is resolved, how it is computed.
 
     Attributes:
-        query, key, value: [b, heads, s, d]; key and value may have fewer heads, and those of all ranks.
-        mask: boolean (True attends) or additive; None where ``causal`` says all.
-        causal: whether queries attend to what is before them alone; None: as the module says.
-        dropout, scaling, softcap, position_bias: as ``attention_forward`` has them.
+        query, key, value: [b, heads, s, d]; key and value may have fewer heads, and the tokens of all CP ranks.
+        mask: boolean (True attends) or additive; None if ``causal`` suffices.
+        causal: whether queries attend only to earlier tokens; None: the module decides.
+        dropout, scaling, softcap, position_bias: as in ``attention_forward``.
         sinks: of the heads of this rank.
-        sliding_window: how many tokens, itself among them, a query attends to; None for all.
+        sliding_window: how many tokens, itself included, a query attends to; None for all.
         indices: of the keys that each query attends to; None for all.
-        window: the same as Transformer Engine says it: (left, right).
-        windowed: the mask says a sliding window and nothing else.
-        packed: where packed sequences begin, and the longest, where the mask says these and nothing else.
-        te: computes it; None leaves it to torch.
+        window: the sliding window in Transformer Engine's form: (left, right).
+        windowed: the mask is a sliding window and nothing else.
+        packed: bounds of packed sequences, and the longest, if the mask is these and nothing else.
+        te: computes the call; None leaves it to torch.
     """
 
     query: torch.Tensor
@@ -106,7 +106,7 @@ class AttentionCall:
     te: TeCore | None = None
 
     def compute(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """By the kernel that it was resolved to; the tensors are given, so that they can be recomputed from."""
+        """Runs the kernel that was chosen; the tensors are arguments, so that it can be recomputed from them."""
         causal = bool(self.causal)
         if self.te is not None:
             return self.te(
@@ -156,26 +156,27 @@ def attention_forward(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention core in HF's calling convention.
+    """Computes the attention core in HF's calling convention.
 
     Args:
         query: [b, heads, s, head_dim]; key and value may have fewer heads (GQA).
         attention_mask: [b or 1, 1, s, s], boolean (True attends) or additive; None is causal or full
-            attention, as ``module.is_causal`` says. Under context parallelism [b or 1, 1, s / cp, s], of this
+            attention, by ``module.is_causal``. Under context parallelism [b or 1, 1, s / cp, s], of this
             rank's queries; everything else is s / cp long.
-        s_aux: [heads], logits of a place that is attended to and left out of the result (gpt-oss); of all ranks.
-        sinks: [b, heads, s, 1], the same for each query (Inkling).
-        indices: [b, s, k] of the keys that each query attends to, of those that the mask leaves it (DeepSeek's
+        s_aux: [heads], logits of an extra place that queries attend to and that adds nothing to the result
+            (gpt-oss); of all ranks.
+        sinks: [b, heads, s, 1], such logits for each query (Inkling).
+        indices: [b, s, k] of the keys that each query attends to, among those that the mask allows (DeepSeek's
             sparse attention, arXiv 2512.02556); None for all.
-        cu_seq_lens_q: where packed sequences begin in all rows together (``PackedRows``); the mask says it, too.
+        cu_seq_lens_q: bounds of packed sequences in all rows together (``PackedRows``); the mask has them, too.
         max_length_q: length of the longest of them.
 
     Returns:
         [b, s, heads, value_head_dim] and no attention weights.
 
     Raises:
-        MegaschedError: more heads than this rank holds, a tensor argument whose meaning is not known, or what
-            can't be made whole under context parallelism.
+        MegaschedError: the number of heads is not this rank's, a tensor argument is unknown, or a tensor can't be
+            made whole under context parallelism.
     """
     _refuse_unknown(module, kwargs)
     settings: AttentionSettings = getattr(module, "megasched_attention", _WHOLE)
@@ -196,11 +197,11 @@ def attention_forward(
 def resolve(
     module: nn.Module, settings: AttentionSettings, call: AttentionCall, bounds: tuple[torch.Tensor, int] | None
 ) -> AttentionCall:
-    """Decides all of a call but its numbers: what is masked and how, which kernel takes it, whose keys it meets.
+    """Decides how a call is computed: its mask, its kernel, and the keys that its queries attend to.
 
     Args:
-        call: as HF hands it over.
-        bounds: where packed sequences begin, and the longest; None where the caller does not say.
+        call: as HF passes it.
+        bounds: bounds of packed sequences, and the longest; None if the caller does not pass them.
 
     Raises:
         MegaschedError: see ``attention_forward``.
@@ -235,7 +236,7 @@ def resolve(
 
 
 def _refuse_foreign(module: nn.Module, settings: AttentionSettings, query: torch.Tensor) -> None:
-    """Ends a call that the trial call was not: on a part of a sequence, or with heads that other ranks hold."""
+    """Refuses a call that differs from the trial call: on a part of a sequence, or with heads of other ranks."""
     if settings.context is None and in_context():
         raise MegaschedError(
             f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
@@ -250,7 +251,7 @@ def _refuse_foreign(module: nn.Module, settings: AttentionSettings, query: torch
 
 
 def _why_not_te(te: TeCore, context: CpGroup | None, call: AttentionCall) -> str:
-    """Why a call stays with torch; empty where Transformer Engine takes it."""
+    """Returns why torch computes a call; empty if Transformer Engine does."""
     reason = why_not_te(
         softcap=call.softcap,
         dropout=call.dropout,
@@ -267,7 +268,7 @@ def _why_not_te(te: TeCore, context: CpGroup | None, call: AttentionCall) -> str
 
 
 def _with_all_keys(module: nn.Module, context: CpGroup, call: AttentionCall) -> AttentionCall:
-    """The same call with the keys and values of the whole sequence, and the mask of this rank's queries."""
+    """Returns the call with the keys and values of the whole sequence, and the mask of this rank's queries."""
     if call.indices is not None or call.position_bias is not None:
         raise MegaschedError(
             f"{type(module).__name__} chooses keys, or biases logits, by its part of the sequence alone; "
@@ -295,7 +296,7 @@ def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _of_selected(mask: torch.Tensor | None, causal: bool, indices: torch.Tensor, length: int) -> torch.Tensor:
-    """A mask [b, 1, s, s] of the selected keys among those that the mask (or causality) leaves."""
+    """Returns a mask [b, 1, s, s] of the selected keys among those that the mask (or causality) allows."""
     batch, queries, _ = indices.shape
     selected = torch.zeros(batch, queries, length, dtype=torch.bool, device=indices.device)
     selected = selected.scatter(-1, indices.long(), True).unsqueeze(1)
@@ -315,7 +316,7 @@ def fused_attention(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """torch's kernel on [b, heads, s, d] tensors, k and v with fewer heads where they are grouped."""
+    """Runs torch's kernel on [b, heads, s, d] tensors; k and v may have fewer heads, in groups."""
     grouped = key.shape[1] != query.shape[1]
     if grouped and (mask is not None or key.shape[-1] != value.shape[-1]):
         # torch's kernels take grouped heads only without a mask; with one they fall back to plain math.
@@ -339,7 +340,10 @@ def plain_attention(
     sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """For what no fused torch kernel takes: soft-capped logits (Gemma 2), sinks (gpt-oss), position bias (T5)."""
+    """Computes attention that no fused kernel of torch supports.
+
+    It has soft-capped logits (Gemma 2), sinks (gpt-oss) or position bias (T5).
+    """
     key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -364,23 +368,23 @@ def plain_attention(
 
 
 def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, groups, s, d] -> [b, heads, s, d], each group as many times as it has query heads."""
+    """Returns [b, heads, s, d] of [b, groups, s, d], each group repeated for all its query heads."""
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
 def register() -> None:
-    """Makes this module's attention that of a run."""
+    """Registers this module's attention as that of a run."""
     attention_interface.register(attention_forward)
 
 
 def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Has a definition call this module's attention, if it calls attention by a name and this does the same.
+    """Makes a definition call this module's attention, if it calls attention by a name and the result is the same.
 
     Args:
         inputs: keyword arguments of its forward; by default those of a trial.
 
     Returns:
-        What puts the names back.
+        The function that restores the names.
     """
     register()
     return attention_switch.enable(model, inputs)

@@ -1,4 +1,4 @@
-"""What the lowering of one module needs to know: the TP group, Megatron's config, where values come from."""
+"""Holds the surroundings of lowering one module: the TP group, Megatron's config, the source of values."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class BuildContext:
-    """The surroundings of one build.
+    """Holds the surroundings of one build.
 
     Attributes:
-        plan: what is to be built.
+        plan: the plan to build.
         group: Megatron's TP group.
         config: Megatron's config; linears and embeddings get copies of it.
-        source: where values come from; None takes those that the model holds.
-        device: where parameters are made.
-        expert_group: Megatron's EP group; None where experts are not shared out.
+        source: source of values; None takes those that the model holds.
+        device: device of the parameters.
+        expert_group: Megatron's EP group; None if experts are not distributed.
         megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
             marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
         context_parallel: the ranks that share a sequence; None without context parallelism.
         process_groups: Megatron's groups for its own modules; None: those of this process.
-        float32: names of what stays in float32 whatever the run's precision
+        float32: names of parameters and buffers that stay in float32 whatever the run's precision
             (``megasched.definition.build.kept_in_float32``).
         assemblies: name in the lowered model -> HF tensors, for parameters of blocks.
         renamed_buffers: name in the lowered model -> name in the definition, for buffers of blocks.
         made: canonical name -> parameter on this rank, so that ties stay ties.
-        tokens: how they stand in what linears take, where activations are split along the sequence.
+        tokens: converts the shapes of inputs of linears where activations are split along the sequence.
     """
 
     plan: Plan
@@ -64,7 +64,7 @@ class BuildContext:
 
     @property
     def groups(self) -> Any:
-        """A ``ProcessGroupCollection`` for Megatron's own modules."""
+        """Returns a ``ProcessGroupCollection`` for Megatron's own modules."""
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         return self.process_groups or ProcessGroupCollection.use_mpu_process_groups()
@@ -78,18 +78,18 @@ class BuildContext:
         return self.group.size()
 
     def rank_and_size(self, placement: Placement) -> tuple[int, int]:
-        """(rank, size) in the group that a parameter is cut over."""
+        """Returns (rank, size) in the group that a parameter is sharded over."""
         group = self.expert_group if placement.group == "ep" else self.group
         return group.rank(), group.size()
 
     def dtype(self, placement: Placement, held: torch.Tensor) -> torch.dtype:
-        """In which a parameter is made that takes the place of ``held``."""
+        """Returns the dtype of the parameter that replaces ``held``."""
         if self.source is None:
             return held.dtype
         return torch.float32 if placement.name in self.float32 else self.config.params_dtype
 
     def config_with(self, **changes: Any) -> ModelParallelConfig:
-        """A copy of Megatron's config for one layer; values are filled in by us, so it initialises nothing."""
+        """Returns a copy of Megatron's config for one layer, with these changes and without initialisation."""
         found = copy.copy(self.config)
         found.perform_initialization = False
         found.use_cpu_initialization = self.device.type == "cpu"
@@ -98,18 +98,18 @@ class BuildContext:
         return found
 
     def making(self, held: torch.Tensor) -> AbstractContextManager[None]:
-        """Surrounds the making of a layer: without values to fill in, its parameters stay deferred, on meta."""
+        """Returns the context for making a layer; parameters without values to fill in stay on meta."""
         deferred = self.source is None and held.device.type == "meta"
         return init_empty_weights() if deferred else nullcontext()
 
     def fill_mapped(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[nn.Parameter]) -> None:
-        """The same as ``fill`` for a parameter that is made of several HF tensors."""
+        """Fills a parameter that is made of several HF tensors, like ``fill``."""
         parameter.requires_grad_(held[0].requires_grad)
         self._fill_values(parameter, assembly, held)
         reduce_partial_gradient(parameter, assembly.parts[0], self)
 
     def _local(self, placement: Placement, held: torch.Tensor, rank: int, size: int) -> torch.Tensor | None:
-        """A piece of an HF tensor; None while there is nothing to take values from."""
+        """Returns this rank's piece of an HF tensor, or None while there is no source of values."""
         if self.source is not None:
             return self.source.local(placement, rank, size)
         if held.device.type != "meta":
@@ -117,7 +117,7 @@ class BuildContext:
         return None  # deferred by init_empty_weights
 
     def _fill_values(self, parameter: nn.Parameter, assembly: ParamMapping, held: Sequence[torch.Tensor]) -> None:
-        """Gives a parameter of this rank its values, from the source or from the tensors the model held."""
+        """Gives a parameter of this rank its values, from the source or from the tensors that the model held."""
         device, dtype = parameter.device, parameter.dtype
         if self.source is not None:
             parameter.data = torch.empty(0, dtype=dtype, device=device)  # a large one is not held twice
@@ -133,7 +133,7 @@ class BuildContext:
                     parameter.data = values.to(device=device, dtype=dtype).contiguous()
 
     def fill_or_tie(self, owner: nn.Module, name: str, placement: Placement, held: nn.Parameter) -> None:
-        """Fills a parameter that a layer just made, or puts in its place the one that it is tied to."""
+        """Fills a parameter of a new layer, or replaces it by the one that it is tied to."""
         tied = self.made.get(placement.name)
         if tied is not None:
             setattr(owner, name, tied)
@@ -141,7 +141,7 @@ class BuildContext:
             self.fill(getattr(owner, name), placement, held)
 
     def fill(self, parameter: nn.Parameter, placement: Placement, held: nn.Parameter) -> None:
-        """Values, ``requires_grad``, annotations and gradient reduction of a parameter just made."""
+        """Sets values, ``requires_grad``, annotations and gradient reduction of a new parameter."""
         own = dict(parameter.__dict__)
         parameter.__dict__.update(held.__dict__)
         parameter.__dict__.update(own)
@@ -152,7 +152,7 @@ class BuildContext:
 
 
 def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, context: BuildContext) -> None:
-    """Has the gradient of a replicated parameter summed over TP where each rank computes a part of it."""
+    """Makes the gradient of a replicated parameter be summed over TP if each rank computes a part of it."""
     if placement.tp_gradient == "complete" or context.size == 1 or not parameter.requires_grad:
         if hasattr(parameter, "sequence_parallel"):
             parameter.sequence_parallel = False

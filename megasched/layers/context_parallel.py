@@ -1,4 +1,4 @@
-"""Context parallelism at run time: whole sequences where a module needs them, and a rank's own part again."""
+"""Runs context parallelism: gathers whole sequences for modules that need them, and splits them again."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megasched.layers.wrap import Forward, wrap_forward
 
 
 class CpGroup:
-    """The ranks that share a sequence, and what they exchange.
+    """Represents the ranks that share a sequence, and exchanges tensors between them.
 
     Attributes:
         group: Megatron's CP group.
-        zigzag: which part of the sequence is this rank's.
-        batch: sequences in the batch that runs, which some definitions flatten with the tokens; set by whoever
-            runs it.
+        zigzag: this rank's part of the sequence.
+        batch: number of sequences in the current batch, which some definitions flatten with the tokens; set by the
+            caller of the model.
     """
 
     def __init__(self, group: Any) -> None:
@@ -40,25 +40,26 @@ class CpGroup:
         self.batch = 1
 
     def gather(self, part: torch.Tensor, along: ShardDim) -> torch.Tensor:
-        """The whole of a tensor that is split along the sequence, in the order of the sequence.
+        """Gathers a tensor that is split along the sequence, and returns it whole, in the order of the sequence.
 
-        Each rank's gradient of the whole is a part of it, so they are summed and split again (reduce-scatter).
+        Each rank has a part of the whole's gradient, so these are summed and split again (reduce-scatter).
         """
         first = self.zigzag.sequence_first(part, along)
         gathered = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=True, group=self.group)
         return self.zigzag.sequence_back(self.zigzag.in_order(gathered), along)
 
     def gather_together(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [b, heads, s, d] of the whole sequence, of parts of it; one collective."""
+        """Gathers keys and values [b, heads, s, d] of the whole sequence from their parts, in one collective."""
         together = self.gather(torch.cat([key, value], dim=-1), ShardDim(2))
         return together.split([key.shape[-1], value.shape[-1]], dim=-1)
 
     def for_te(self, config: Any, layer: int | None) -> TeCpArgs:
-        """What Transformer Engine's attention is told, as Megatron's ``TEDotProductAttention`` tells it
-        (megatron/core/extensions/transformer_engine.py).
+        """Returns the CP arguments of Transformer Engine's attention, like Megatron's ``TEDotProductAttention``.
+
+        See megatron/core/extensions/transformer_engine.py.
 
         Args:
-            config: Megatron's, for ``cp_comm_type``.
+            config: Megatron's config, for ``cp_comm_type``.
             layer: number of the layer, for which Megatron may name a type of its own.
         """
         kind = comm_type(config, layer or 0)
@@ -68,22 +69,22 @@ class CpGroup:
 
 
 def comm_type(config: Any, layer: int) -> str:
-    """How Transformer Engine exchanges keys and values in a layer, by Megatron's config (``--cp-comm-type``)."""
+    """Returns how Transformer Engine exchanges keys and values in a layer, by ``--cp-comm-type`` in the config."""
     kind = config.cp_comm_type
     return (kind[layer] if isinstance(kind, list) else kind) or "p2p"
 
 
 @cache
 def _stream() -> Any:
-    """The one stream on which Transformer Engine exchanges keys and values."""
+    """Returns the one stream on which Transformer Engine exchanges keys and values."""
     return torch.cuda.Stream()
 
 
 def enter_sequence_region(path: str, module: nn.Module, region: CpRegion, context: CpGroup) -> None:
-    """Has a module compute whole sequences, the same on every CP rank, of which each then takes its own part.
+    """Makes a module compute whole sequences, redundantly on every CP rank, and return this rank's part.
 
-    A rank's gradient inside is that of its own part of the output; summed over data parallelism, which includes
-    context parallelism, the gradients of parameters are complete.
+    A rank's gradient inside is that of its own part of the output; the sum over data parallelism, which includes
+    context parallelism, completes the gradients of parameters.
     """
 
     def wrapper(forward: Forward) -> Forward:
@@ -100,11 +101,11 @@ def enter_sequence_region(path: str, module: nn.Module, region: CpRegion, contex
 
 
 def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, ShardDim], context: CpGroup) -> None:
-    """Hands out of whole sequences what HF's hooks recorded inside of layers.
+    """Makes whole the sequences of tensors that HF's hooks recorded inside layers.
 
     Args:
-        module: the one around the layers that returns it.
-        places: where the sequence is in those leaves of what it returns.
+        module: the module around the layers, which returns the tensors.
+        places: dimension of the sequence in those leaves of its output.
     """
 
     def wrapper(forward: Forward) -> Forward:
@@ -119,12 +120,12 @@ def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, Shar
 
 
 def _in_batch[Leaf](places: Mapping[Leaf, ShardDim], batch: int) -> dict[Leaf, ShardDim]:
-    """The trial call's batch was another one."""
+    """Returns the places adjusted to the size of this batch, which differs from the trial call's."""
     return {index: replace(along, outer=batch if along.outer > 1 else 1) for index, along in places.items()}
 
 
 def _mapped(value: Any, places: Mapping[int, ShardDim], function: Any, path: str) -> Any:
-    """The same structure with ``function`` of the tensors that are split, which the trial call has found."""
+    """Applies ``function`` to the tensors that the trial call found to be split; the structure stays."""
     leaves, structure = torch.utils._pytree.tree_flatten(value)
     for index, along in places.items():
         if index >= len(leaves) or not isinstance(leaves[index], torch.Tensor):

@@ -1,8 +1,7 @@
-"""Token embeddings cut along the vocabulary: Megatron's ``VocabParallelEmbedding`` under HF's module; and tables
-that are cut along their features.
+"""Shards embeddings: along the vocabulary by Megatron's ``VocabParallelEmbedding``, or along the features.
 
-HF subclasses ``nn.Embedding`` to scale or norm what is looked up; such a subclass keeps its forward, and only
-the lookup below it is Megatron's.
+HF subclasses ``nn.Embedding`` to scale or normalise rows; such a subclass keeps its forward, and only its lookup
+is Megatron's.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from megasched.layers.linear import make_parameter
 
 
 class VocabEmbedding(VocabParallelEmbedding):
-    """``VocabParallelEmbedding`` that gives the padding id no gradient, as ``nn.Embedding`` does."""
+    """Looks up like ``VocabParallelEmbedding``, but gives the padding id no gradient, as ``nn.Embedding`` does."""
 
     padding_idx: int | None = None
     overwritten: bool = False  # the definition changes what is looked up in place
     checked: tuple[str, int] | None = None  # name and vocabulary of ids that nobody else checks
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[b, s] int64 -> [b, s, h], the same on all TP ranks."""
+        """Maps ids [b, s] int64 to [b, s, h], the same on all TP ranks."""
         return _lookup(self, ids)
 
 
 class ShardedLookup(nn.Embedding):
-    """Stands between an HF subclass of ``nn.Embedding`` and its base: ``super().forward`` looks up a shard."""
+    """Replaces the base class of an HF subclass of ``nn.Embedding``: ``super().forward`` looks up in a shard."""
 
     overwritten: bool = False
     checked: tuple[str, int] | None = None
@@ -53,7 +52,10 @@ def _lookup(module: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def lower_features(path: str, module: nn.Embedding, context: BuildContext) -> nn.Module:
-    """This rank's columns of a table, its values filled in: ids [...] -> [..., features / tp]. Nothing is sent."""
+    """Returns an embedding with this rank's columns of a table, filled with its values.
+
+    It maps ids [...] to [..., features / tp] without communication.
+    """
     held = module.weight
     parallel = nn.Embedding(1, 1, device="meta")
     weight = make_parameter(parallel, "weight", context.plan.placement(path, "weight"), held, context)
@@ -64,7 +66,7 @@ def lower_features(path: str, module: nn.Embedding, context: BuildContext) -> nn
 
 
 def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> nn.Module:
-    """The vocabulary-parallel embedding that takes the place of an HF one, its values filled in."""
+    """Returns the vocabulary-parallel embedding that replaces an HF one, filled with its values."""
     placement = context.plan.placement(path, "weight")
     held = module.weight
     dtype = context.dtype(placement, held)
@@ -93,18 +95,19 @@ def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> n
 
 
 def refuse_ids(name: str, ids: torch.Tensor, vocabulary: int, *, below_zero: bool) -> None:
-    """Ends a run whose batch has an id that is none of the vocabulary.
+    """Stops a run whose batch has an id outside the vocabulary.
 
-    An embedding that is cut over TP gives zeros for an id that no rank has: the run would train on other numbers.
-    On a GPU nothing waits for the answer: the device stops the run at its next kernel, and prints the words.
+    An embedding that is sharded over TP returns zeros for an id that no rank has: the run would silently train on
+    them. On a GPU nothing waits for the result: the device stops the run at its next kernel, and prints the
+    message.
 
     Args:
         name: of the tensor, for messages.
         ids: of any shape.
-        below_zero: such ids are wrong as well; labels may have them, where HF's loss passes over a position.
+        below_zero: negative ids are wrong as well; labels may have them, where HF's loss skips a position.
 
     Raises:
-        ConfigError: on a CPU, with the id and where it stands in the batch.
+        ConfigError: on a CPU, with the id and its position in the batch.
     """
     if ids.device.type == "meta" or not ids.numel():
         return

@@ -1,9 +1,9 @@
-"""Experts over the EP group: each rank holds some of them, and pairs of token and expert travel to where they are.
+"""Distributes experts over the EP group: each rank holds some, and pairs of token and expert travel to their rank.
 
-HF's router decides, HF's experts compute. Between them stand Megatron's all-to-all collectives. Megatron's own
-``MoEAlltoAllTokenDispatcher`` takes a map [tokens, experts] in the routing's place (megatron/core/transformer/moe/
-token_dispatcher.py), which forgets the order in which a token's experts were chosen and adds its results up in
-another; here every pair stays by itself until it is back, and a token's pairs are summed in HF's order.
+HF's router decides, HF's experts compute, and Megatron's all-to-all collectives transfer. Megatron's own
+``MoEAlltoAllTokenDispatcher`` takes a map [tokens, experts] instead of the routing (megatron/core/transformer/moe/
+token_dispatcher.py), which loses the order of a token's experts and adds its results up in another order; this
+module keeps every pair separate until it is back, and sums a token's pairs in HF's order.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
-    """Leaves a module of experts (``megasched.definition.experts``) with those of this EP rank, and has pairs sent
-    to them.
+    """Leaves a module of experts with those of this EP rank, and makes it exchange pairs with the other ranks.
 
-    Their gradients are complete once they are summed over the ranks that hold the same experts, which is what
-    ``allreduce = False`` tells Megatron's DDP and optimizers.
+    See ``megasched.definition.experts`` for such modules. The experts' gradients are complete once they are summed
+    over the ranks that hold the same experts; ``allreduce = False`` tells Megatron's DDP and optimizers so.
     """
     group, plan = context.expert_group, context.plan
     for name, held in list(module.named_parameters(recurse=False)):
@@ -67,31 +66,31 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How many pairs this rank sends to each EP rank and gets from it."""
+    """Holds the numbers of pairs that this rank sends to each EP rank and receives from it."""
 
     group: Any
     sent: list[int]
     received: list[int]
 
     def there(self, x: torch.Tensor) -> torch.Tensor:
-        """What is sorted by the rank it goes to; the gradient comes back."""
+        """Sends rows, sorted by destination rank, to the ranks of their experts; the gradient comes back."""
         return all_to_all(self.group, x, self.received, self.sent)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """The other way."""
+        """Sends rows of results back to the ranks of their tokens."""
         return all_to_all(self.group, x, self.sent, self.received)
 
 
 def _dispatch(
     experts: Experts, total: int, group: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What all experts make of this rank's tokens.
+    """Returns the output of all experts for this rank's tokens.
 
     Args:
         experts: the definition's forward, of this rank's experts alone.
-        total: experts of all EP ranks.
+        total: number of experts of all EP ranks.
         hidden: [t, h].
-        index: [t, k], the experts of each token; what is no expert (``total`` or more) adds nothing.
+        index: [t, k], the experts of each token; numbers from ``total`` on are no experts and add nothing.
         weights: [t, k].
 
     Returns:
@@ -110,10 +109,10 @@ def _dispatch(
 
 
 def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
-    """How many pairs go where, and which of this rank's experts each pair that comes is for.
+    """Returns how many pairs go where, and the local expert of each pair that this rank receives.
 
     Args:
-        chosen: the experts of this rank's pairs; what is no expert goes nowhere.
+        chosen: the experts of this rank's pairs; pairs without an expert are not sent.
     """
     counts = torch.bincount(chosen, minlength=total)[:total].view(group.size(), -1)
     received = torch.empty_like(counts)
@@ -124,7 +123,7 @@ def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torc
 
 
 def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
-    """The same where tensors have no values: every expert gets as many pairs."""
+    """Returns the same for tensors without values, as if every expert got equally many pairs."""
     ranks = group.size()
     sent = [(chosen.numel() + rank) // ranks for rank in range(ranks)]
     local = torch.arange(chosen.numel(), device=chosen.device) % (total // ranks)
@@ -132,8 +131,11 @@ def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchang
 
 
 def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Weighted results of pairs [p, h]. Where none came, one of weight zero keeps the parameters in the graph:
-    Megatron's overlapped reduction waits for the gradient of each."""
+    """Returns the weighted results of pairs [p, h].
+
+    If there are none, one pair of weight zero keeps the parameters in the graph: Megatron's overlapped reduction
+    waits for the gradient of each.
+    """
     none = states.shape[0] == 0
     if none:
         states, index, shares = (F.pad(states, (0, 0, 0, 1)), F.pad(index, (0, 1)), F.pad(shares, (0, 1)))
@@ -149,11 +151,11 @@ def _share_tokens(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """``dispatch`` of this TP rank's share of tokens that all TP ranks have, and the results of all shares.
+    """Runs ``dispatch`` on this TP rank's share of tokens that all TP ranks have, and gathers the results.
 
     Args:
-        tp_type: ``INVARIANT``: all ranks have the whole gradient of the results, and are to have that of the
-            tokens; ``REPLICATE``: each has a part of both.
+        region: ``R``: all ranks have the whole gradient of the results, and need the whole gradient of the tokens;
+            ``P``: each has a part of both.
     """
     tokens, size = hidden.shape[0], group.size()
     padded = [F.pad(x, (0, 0, 0, -tokens % size)) for x in (hidden, index, weights)]

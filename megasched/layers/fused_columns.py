@@ -1,8 +1,8 @@
-"""Several column linears that read one tensor, computed by one matrix product (q, k and v; gate and up).
+"""Computes several column linears that read one tensor by one matrix product (q, k and v; gate and up).
 
-Modules, parameters and their names stay as they are. What changes is where the weights lie: side by side in
-memory, so that all of them together are one matrix without a copy. The first linear that is called computes
-the outputs of all; the others hand theirs out.
+Modules, parameters and their names stay. Only the storage of the weights changes: they are adjacent in memory, so
+that together they are one matrix without a copy. The first linear that is called computes the outputs of all; the
+others return theirs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch import nn
 
 
 class _Join(torch.autograd.Function):
-    """Parameters that lie side by side in memory, as one tensor; the gradient is handed back in parts.
+    """Joins parameters that are adjacent in memory to one tensor; the gradient is returned in parts.
 
-    Where a kernel has added the gradient to ``main_grad`` already, none arrives here: each parameter is told so
-    and gets a stand-in, as Megatron does it, for the hooks that wait for a gradient
-    (``core/tensor_parallel/layers.py:581``).
+    If a kernel has already added the gradient to ``main_grad``, none arrives: each parameter is marked so and gets
+    a placeholder, as in Megatron, for the hooks that wait for a gradient (``core/tensor_parallel/layers.py:581``).
     """
 
     @staticmethod
@@ -46,18 +45,20 @@ class _Join(torch.autograd.Function):
 
 
 class SharedProduct:
-    """Linears with the same input, computed at the first call; not a module, so that the module tree stays the
-    definition's."""
+    """Computes linears with the same input at the first call.
+
+    It is not a module, so that the module tree stays the definition's.
+    """
 
     def __init__(self) -> None:
         self._source: tuple[torch.Tensor, int, bool] | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
     def output_of(self, member: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """Output of one member; None where the members can't be computed together, and each computes its own.
+        """Returns the output of one member, or None if the members must compute their outputs separately.
 
         Args:
-            x: [b, s, in] ([b, s / tp, in] where the member gathers the sequence), or flattened tokens.
+            x: [b, s, in] ([b, s / tp, in] if the member gathers the sequence), or flattened tokens.
         """
         version = 0 if x.is_inference() else x._version  # which inference tensors do not count
         source = (x, version, torch.is_grad_enabled())
@@ -73,7 +74,7 @@ class SharedProduct:
         return output
 
     def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
-        """Id of each member -> its output; None where they can't be computed together."""
+        """Returns the output of each member by its id; None if they can't be computed together."""
         raise NotImplementedError
 
     def _handed_out_for(self, source: tuple[torch.Tensor, int, bool]) -> bool:
@@ -81,10 +82,10 @@ class SharedProduct:
 
 
 class FusedColumns(SharedProduct):
-    """Columns by one product of torch's.
+    """Computes columns by one matrix product of torch's.
 
     Args:
-        members: Megatron's ``ColumnParallelLinear``, all with a bias or none, none gathering its output.
+        members: Megatron's ``ColumnParallelLinear``; all have a bias or none has, and none gathers its output.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -128,8 +129,10 @@ class FusedColumns(SharedProduct):
 
 
 def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
-    """Moves parameters into one piece of memory, the last first, which is the order of Megatron's buffers
-    (``core/distributed/param_and_grad_buffer.py``); parameters on meta stay there."""
+    """Moves parameters into one block of memory, the last one first; parameters on meta stay there.
+
+    That is the order of Megatron's buffers (``core/distributed/param_and_grad_buffer.py``).
+    """
     if any(parameter.is_meta for parameter in parameters):
         return
     order = list(reversed(parameters))
@@ -139,13 +142,13 @@ def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor over the memory of adjacent ones, the first of which is given first."""
+    """Returns one tensor over the memory of adjacent ones, listed in the order of their addresses."""
     first = parts[0].detach()
     return first.as_strided((sum(p.shape[0] for p in parts), *first.shape[1:]), first.stride())
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor begins where the one before it ends, in one storage (one tensor does)."""
+    """Returns whether each tensor begins where the previous one ends, in one storage (a single one does)."""
     for before, after in pairwise(tensors):
         if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
             return False

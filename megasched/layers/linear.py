@@ -1,8 +1,8 @@
-"""Linears over the TP group: Megatron's own layers, in HF's calling convention.
+"""Defines linears over the TP group: Megatron's own layers, in HF's calling convention.
 
-HF hands over [b, s, h] and expects a tensor; Megatron's layers take [s, b, h] where they communicate along
-the sequence and return a tuple. Only sequence parallelism cares which of the two comes first, and there
-the transposes are views.
+HF passes [b, s, h] and expects a tensor; Megatron's layers take [s, b, h] if they communicate along the sequence,
+and return a tuple. Only sequence parallelism depends on which of s and b comes first, and there the transposes are
+views.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megasched.plan.placement import Placement
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """``ColumnParallelLinear`` that takes [b, s, in] and returns [b, s, out / tp] (or [b, s, out] gathered).
+    """Computes ``ColumnParallelLinear`` of [b, s, in] and returns [b, s, out / tp] (or [b, s, out] gathered).
 
     Attributes:
-        real_features: output features without padding; what is gathered is cut to them.
-        inside: what is gathered stays inside a TP region, so that its gradient is summed over the ranks.
-        overwritten: the definition changes the output in place, which autograd allows of no view that a custom
+        real_features: output features without padding; gathered output is cut to them.
+        inside: gathered output stays inside a TP region, so that its gradient is summed over the ranks.
+        overwritten: the definition changes the output in place, which autograd forbids for a view that a custom
             function made.
-        joint: the columns that are computed by one matrix product with this one, if there are any.
-        tokens: how they stand in what it takes.
+        joint: the columns computed by one matrix product together with this one, if there are any.
+        tokens: converts the shape of the input.
     """
 
     real_features: int | None = None
@@ -72,7 +72,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """``RowParallelLinear`` that takes [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP).
+    """Computes ``RowParallelLinear`` of [b, s, in / tp] and returns [b, s, out] ([b, s / tp, out] under SP).
 
     Attributes:
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
@@ -104,14 +104,14 @@ class RowLinear(RowParallelLinear):
 
 
 class ReplicatedHeadsLinear(nn.Module):
-    """A projection to k or v (or to q, k and v) that is whole on every rank, which uses some rows of it.
+    """Computes some rows of a projection to k or v (or to q, k and v) that is whole on every rank.
 
-    See ``replicated_heads.py``.
+    See ``megasched.plan.placement.ReplicatedHeads``.
 
     Attributes:
         rows: half-open ranges of output features that this rank computes.
-        entered: a region around it has taken the input over to TP already.
-        split: how tokens stand in what it takes, where activations around it are split along the sequence.
+        entered: a region around it has already brought the input into TP.
+        split: converts the shape of the input if activations around it are split along the sequence.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ReplicatedHeadsLinear(nn.Module):
         self.bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, in] ([b, s / tp, in] where it gathers the sequence) -> [b, s, rows]."""
+        """Maps [b, s, in] ([b, s / tp, in] if it gathers the sequence) to [b, s, rows]."""
         if not self.entered and self.split is None:
             x = copy_to_tensor_model_parallel_region(x, group=self.group)
         elif not self.entered:
@@ -138,12 +138,12 @@ class ReplicatedHeadsLinear(nn.Module):
 
 
 def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered: bool) -> nn.Module:
-    """The layer of Megatron's that takes the place of an HF linear, its values filled in.
+    """Returns the layer of Megatron's that replaces an HF linear, filled with its values.
 
     Args:
-        path: of the module in the definition.
+        path: path of the module in the definition.
         module: ``nn.Linear`` or HF ``Conv1D``, real or on meta.
-        entered: a region around it already takes the input over to TP (see ``region.py``).
+        entered: a region around it already brings the input into TP (see ``regions.py``).
     """
     plan = context.plan
     weight = plan.placement(path, "weight")
@@ -199,12 +199,12 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
 
 
 def _as_before(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Features [tokens, out] of tokens that stood [..., in]: [..., out]."""
+    """Returns features [tokens, out] as [..., out], in the leading shape of ``x`` [..., in]."""
     return output.view(*x.shape[:-1], output.shape[-1])
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """(out_features, in_features) of a Linear or Conv1D."""
+    """Returns (out_features, in_features) of a Linear or Conv1D."""
     axis = output_axis(module)
     return module.weight.shape[axis], module.weight.shape[1 - axis]
 
@@ -212,7 +212,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def make_parameter(
     owner: nn.Module, name: str, placement: Placement, held: nn.Parameter, context: BuildContext
 ) -> nn.Parameter:
-    """Registers this rank's part of an HF parameter, its values filled in."""
+    """Registers this rank's part of an HF parameter, filled with its values, and returns it."""
     dtype = context.dtype(placement, held)
     shape = context.plan.local_shape(placement)
     with context.making(held):

@@ -1,6 +1,6 @@
-"""RMS norms by torch's one kernel, where it is shown to compute what the definition's module does.
+"""Computes RMS norms by torch's single kernel, if a trial shows that it equals the definition's module.
 
-Definitions spell the norm out in five operations; on a GPU each reads and writes the hidden state.
+Definitions write the norm as five operations, each of which reads and writes the hidden state on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
-    """Has the RMS norms at the paths for which ``here`` holds computed by ``F.rms_norm``; modules, parameters and
-    hooks stay."""
+    """Makes ``F.rms_norm`` compute the RMS norms at the paths for which ``here`` holds.
+
+    Modules, parameters and hooks stay.
+    """
     shown: dict[Any, bool] = {}
     for path, module in model.named_modules():
         eps = _epsilon(module)
@@ -35,7 +37,10 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """Epsilon of what may be an RMS norm: one vector as weight, a number, and a forward of one argument."""
+    """Returns the epsilon if a module may be an RMS norm, else None.
+
+    It may be one with a vector as its only parameter, one epsilon, and a forward of one argument.
+    """
     own = dict(module.named_parameters())
     plain = set(own) == {"weight"} and own["weight"].dim() == 1 and not list(module.named_buffers())
     if not plain or isinstance(module, nn.RMSNorm) or "forward" in vars(module):
@@ -47,7 +52,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Compares the module with torch's kernel on numbers that tell: small ones show epsilon."""
+    """Compares the module with torch's kernel on inputs that reveal differences: small ones show epsilon."""
     size = module.weight.shape[0]
     small = small_copy(module, {"weight": (size,)})
 

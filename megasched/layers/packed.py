@@ -1,8 +1,8 @@
-"""Packed sequences: several in one row of a micro-batch, as fine-tuning data comes (``--sft``).
+"""Describes packed sequences: several in one row of a micro-batch, as in data for fine-tuning (``--sft``).
 
-A definition is given position ids that begin anew with each sequence, and the masks that it asks HF for are
-block-diagonal (``context_masks.packed_masks``). What needs no mask (Transformer Engine's kernels, Megatron's own
-layers) is told by cumulative lengths, under the names that HF has for them.
+A definition gets position ids that restart with each sequence, and the masks that it asks HF for are
+block-diagonal (``mask_interface.packed_masks``). Code without masks (Transformer Engine's kernels, Megatron's own
+layers) gets cumulative lengths, under HF's names for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where sequences begin in the rows of a micro-batch.
+    """Holds the bounds of sequences in the rows of a micro-batch.
 
     Attributes:
         bounds: [n + 1] int32, cumulative lengths of all sequences, row after row; each row begins with a new one.
@@ -30,20 +30,20 @@ class PackedRows:
 
     @property
     def several(self) -> bool:
-        """Whether a row holds more than one sequence."""
+        """Returns whether a row holds more than one sequence."""
         return self.bounds.numel() - 1 > self.rows
 
     def numbers(self) -> torch.Tensor:
-        """[b, s] int64, the number of the sequence that each token is of, counted over all rows."""
+        """Returns the number of each token's sequence, counted over all rows: [b, s] int64."""
         return sequence_numbers(self.bounds, self.rows, self.length)
 
     def positions(self) -> torch.Tensor:
-        """[b, s] int64, the place of each token in its own sequence."""
+        """Returns the position of each token in its own sequence: [b, s] int64."""
         places = torch.arange(self.rows * self.length, device=self.bounds.device)
         return places.view(self.rows, self.length) - self.bounds.long()[self.numbers()]
 
     def arguments(self) -> dict[str, Any]:
-        """The bounds as HF hands them to attention, and so through the layers."""
+        """Returns the bounds as the arguments by which HF passes them through the layers to attention."""
         return {
             "cu_seq_lens_q": self.bounds,
             "cu_seq_lens_k": self.bounds,
@@ -53,18 +53,18 @@ class PackedRows:
 
 
 def sequence_numbers(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """[b, s] int64 of ``PackedRows.numbers``; its arguments are the fields there."""
+    """Returns ``PackedRows.numbers``, [b, s] int64, from the fields of that class."""
     numbers = torch.arange(bounds.numel() - 1, device=bounds.device)
     of_tokens = torch.repeat_interleave(numbers, bounds.diff().long(), output_size=rows * length)
     return of_tokens.view(rows, length)
 
 
 def packed_mask(bounds: torch.Tensor, rows: int, length: int, window: int | None = None) -> torch.Tensor:
-    """[b, 1, s, s] bool, True where a token attends: to itself and what is before it in its own sequence.
+    """Returns a mask [b, 1, s, s], True where a token attends: to itself and earlier ones in its own sequence.
 
     Args:
         bounds: as in ``PackedRows``.
-        window: how many tokens, itself among them, a token attends to; None for all.
+        window: how many tokens, itself included, a token attends to; None for all.
     """
     numbers = sequence_numbers(bounds, rows, length)
     same = numbers[:, :, None] == numbers[:, None, :]
@@ -73,9 +73,9 @@ def packed_mask(bounds: torch.Tensor, rows: int, length: int, window: int | None
 
 
 def is_packed_mask(mask: torch.Tensor, bounds: torch.Tensor, window: int | None) -> bool:
-    """Whether a mask [b, 1, s, s] says no more than ``packed_mask`` does.
+    """Returns whether a mask [b, 1, s, s] equals ``packed_mask``.
 
-    The answer is kept on the mask: all layers share it, and the CPU waits for the device here.
+    The answer is stored on the mask: all layers share it, and the CPU waits for the device here.
     """
     known: dict[int | None, bool] = mask.__dict__.setdefault("megasched_packed", {})
     if window not in known:

@@ -1,6 +1,6 @@
-"""Where activations change hands between whole, split along the sequence, and taken over to TP.
+"""Moves activations between three layouts: whole, split along the sequence, and inside a TP region.
 
-Everything here wraps ``module.forward`` (``wrap.py``).
+All functions wrap ``module.forward`` (``wrap.py``).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def enter_region(
     needed: bool = False,
     whole: Collection[int | str] = (),
 ) -> None:
-    """Takes the arguments at ``slots`` over to TP once, for all column linears inside.
+    """Brings the arguments at ``slots`` into a TP region once, for all column linears inside.
 
     Forward: identity, or all-gather along the sequence. Backward: all-reduce, or reduce-scatter. The
-    columns inside then reduce nothing themselves.
+    column linears inside then reduce no gradients themselves.
 
     Args:
-        needed: others than linears read it, which may view it as no transposed tensor can be.
-        whole: those of a needed region's slots that are not split.
+        needed: operations other than linears read the arguments too, and may need contiguous tensors to view.
+        whole: slots of a needed region that are not split along the sequence.
     """
     if needed:
         transfer = functools.partial(_gather_contiguous if split else all_reduce_gradient, group=group)
@@ -70,14 +70,14 @@ def enter_region(
 
 
 def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardDim | None], group: Any) -> None:
-    """Hands out whole what is whole inside a region, or this rank's part of the sequence.
+    """Returns tensors from a region either whole or as this rank's part of the sequence.
 
-    Each rank then has a part of the gradient inside, as a region needs it: of its part of the sequence, or its
-    share of the whole.
+    Inside a region each rank must have a part of the gradient: that of its part of the sequence, or an equal share
+    of the gradient of the whole.
 
     Args:
-        slot: an argument [b, s, ...] that the region takes over.
-        leaves: which of the tensors that the module returns are whole inside -> how they are cut: [b, s, ...] or
+        slot: an argument [b, s, ...] that the region takes over; it gives the batch size.
+        leaves: index of each returned tensor that is whole inside -> how it is split on leaving: [b, s, ...] or
             flattened [b*s, ...]; None for those that stay whole.
     """
     share = functools.partial(opaque.call, "leave_region", functools.partial(_ScaleGradient.apply, group.size()))
@@ -97,11 +97,11 @@ def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardD
 
 
 def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], group: Any) -> None:
-    """Hands out whole what HF's hooks recorded inside of regions; each rank has its share of the gradient there.
+    """Gives each rank its share of the gradient of whole tensors that HF's hooks recorded inside regions.
 
     Args:
-        module: the one around the layers that returns it.
-        leaves: which of the tensors that it returns.
+        module: the module around the layers, which returns the tensors.
+        leaves: paths of the tensors in its output.
     """
     share = functools.partial(_ScaleGradient.apply, group.size())
 
@@ -115,7 +115,10 @@ def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], gro
 
 
 def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
-    """[b, s, ...] -> [b, s / tp, ...] (``dim`` 1) or [b*s, ...] -> [b*s / tp, ...] (0), of this rank."""
+    """Returns this rank's part of the sequence.
+
+    [b, s, ...] becomes [b, s / tp, ...] (``dim`` 1), and [b*s, ...] becomes [b*s / tp, ...] (``dim`` 0).
+    """
     tokens = x if dim == 1 else x.unflatten(0, (batch, -1))
     size = tokens.shape[1] // group.size()
     part = tokens.narrow(1, size * group.rank(), size)
@@ -123,7 +126,7 @@ def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
 
 
 def take_local_sequence(module: nn.Module, group: Any) -> None:
-    """The module inside of a region gets this rank's part of the sequence: [b, s, ...] -> [b, s / tp, ...]."""
+    """Gives a module inside a region this rank's part of the sequence: [b, s / tp, ...] of [b, s, ...]."""
 
     def wrapper(forward: Forward) -> Forward:
         return lambda x: forward(_part(x, 1, x.shape[0], group))
@@ -132,10 +135,10 @@ def take_local_sequence(module: nn.Module, group: Any) -> None:
 
 
 def all_reduce_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Identity; the gradient is summed over TP.
+    """Returns its input; the gradient is summed over TP.
 
-    Unlike Megatron's ``copy_to_tensor_model_parallel_region``, which sums in the very tensor it is handed: that
-    of an addition's result is handed to the other operand, too.
+    Megatron's ``copy_to_tensor_model_parallel_region`` sums in place, in the gradient that it is given; after an
+    addition, the other operand gets that same tensor.
     """
     return _SumGradient.apply(x, group)
 
@@ -154,7 +157,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity; of the gradient, which all ranks have whole, each takes an equal share."""
+    """Returns its input; each rank takes an equal share of the gradient, which all ranks have whole."""
 
     @staticmethod
     def forward(ctx: Any, size: int, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +170,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def gather_for_region(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """[b, s / tp, h] -> [b, s, h]; the gradient is summed over TP and split again."""
+    """Gathers [b, s / tp, h] to [b, s, h]; the gradient is summed over TP and split again."""
     whole = gather_from_sequence_parallel_region(
         x.transpose(0, 1).contiguous(), tensor_parallel_output_grad=True, group=group
     )
@@ -179,7 +182,7 @@ def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
-    """The hidden state is split along the sequence as it enters this (first) layer, to [b, s / tp, h]."""
+    """Splits the hidden state along the sequence to [b, s / tp, h] as it enters this (first) layer."""
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +195,7 @@ def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
 
 
 def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) -> None:
-    """What else was made of the whole sequence before the layers is split as it enters this one, too."""
+    """Splits further arguments with a whole sequence, computed before the layers, as they enter this layer."""
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -207,14 +210,14 @@ def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) 
 
 
 def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """[b, s, ...] -> [b, s / tp, ...]; the gradient is gathered."""
+    """Splits [b, s, ...] to [b, s / tp, ...]; the gradient is gathered."""
     return scatter_to_sequence_parallel_region(x.transpose(0, 1).contiguous(), group=group).transpose(0, 1)
 
 
 def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
-    """The hidden state is whole again as it leaves this (last) layer: [b, s / tp, h] -> [b, s, h].
+    """Gathers the hidden state [b, s / tp, h] to [b, s, h] as it leaves this (last) layer.
 
-    What follows is the same on all TP ranks, so the gradient is only split again, not summed.
+    All TP ranks compute the same afterwards, so the gradient is only split again, not summed.
     """
 
     def wrapper(forward: Forward) -> Forward:
@@ -233,12 +236,12 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
 
 
 def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
-    """Arguments of one module of which each rank takes its part."""
+    """Returns the arguments of one module that are sliced by rank, by slot."""
     return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
 
 
 def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: Any) -> None:
-    """Hands the module this rank's part of these arguments: [..., heads, ...] -> [..., heads / tp, ...].
+    """Gives a module this rank's slice of these arguments: [..., heads / tp, ...] of [..., heads, ...].
 
     They carry no gradient, so nothing is communicated.
     """
@@ -255,7 +258,7 @@ def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: An
 
 
 def _taken(x: torch.Tensor, part: ArgSlice, group: Any) -> torch.Tensor:
-    """A view where the dimension counts nothing else: masks of every head are large."""
+    """Returns this rank's slice, as a view if the dimension counts heads alone: masks of every head are large."""
     length = part.count // group.size()
     start = length * group.rank()
     if x.shape[part.dim] == part.count:

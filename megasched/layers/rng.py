@@ -1,4 +1,4 @@
-"""Random numbers where activations are sharded: Megatron's model-parallel RNG state, entered at most once."""
+"""Draws random numbers for sharded activations from Megatron's model-parallel RNG state, forked at most once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _state = _State()
 
 
 def forked() -> bool:
-    """Whether random numbers are being drawn from the model-parallel state now."""
+    """Returns whether random numbers are currently drawn from the model-parallel state."""
     return _state.forked
 
 
 def set_forked(value: bool) -> None:
-    """For recomputation, which must find the state as the first forward left it."""
+    """Sets that flag for recomputation, which must find it as the first forward left it."""
     _state.forked = value
 
 
 @contextmanager
 def fork_rng() -> Iterator[None]:
-    """Draws from the model-parallel RNG state (different on each TP rank) inside.
+    """Runs its body with random numbers from the model-parallel RNG state (different on each TP rank).
 
-    Nested use stays in the outer fork: Megatron's tracker would start the same numbers over
+    Nested use stays in the outer fork: Megatron's tracker would restart the same numbers
     (megatron/core/tensor_parallel/random.py, CudaRNGStatesTracker.fork).
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker

@@ -1,4 +1,4 @@
-"""Where the sequence stands in what a linear takes and gives: Megatron's functions want it first."""
+"""Moves the sequence to the first dimension of a linear's input, as Megatron's functions need it, and back."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megasched.layers.wrap import Forward, wrap_forward
 
 
 class Tokens:
-    """Tokens as definitions hand them to linears: [b, s, h], in groups [b, s, ..., h], or flattened [b*s, h].
+    """Converts the shapes of tokens that definitions pass to linears: [b, s, h], [b, s, ..., h] or [b*s, h].
 
     Attributes:
-        batch: sequences in the forward that runs, which flattened tokens do not tell.
+        batch: number of sequences in the current forward, which flattened tokens do not show.
     """
 
     def __init__(self) -> None:
         self.batch = 1
 
     def sequence_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h]; groups count as sequences."""
+        """Returns [s, b, h]; dimensions between s and h are merged into b."""
         if x.dim() == 2:
             x = x.unflatten(0, (self.batch, -1))
         return x.transpose(0, 1).flatten(1, -2)
 
     def as_before(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The opposite, for an output [s, b, out] of what stood as ``x`` does; s may be another than there."""
+        """Returns an output [s, b, out] in the shape of the input ``x``; s may have changed."""
         if x.dim() == 2:
             return output.transpose(0, 1).flatten(0, 1)
         return output.unflatten(1, (x.shape[0], *x.shape[2:-1])).transpose(0, 1)
 
 
 def note_batch(layer: nn.Module, slot: HiddenStateArg, tokens: Tokens) -> None:
-    """Has a layer say of how many sequences its hidden state [b, s, h] is."""
+    """Makes a layer store the batch size of its hidden state [b, s, h] in ``tokens``."""
 
     def wrapper(forward: Forward) -> Forward:
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Wraps of ``module.forward`` on the instance: paths, classes and state-dict keys stay.
+"""Wraps ``module.forward`` on the instance: paths, classes and state-dict keys stay.
 
-Nothing here imports Megatron: a plan is made without it.
+This module does not import Megatron: a plan is made without it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Forward = Callable[..., Any]
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-    """Puts ``wrapper(forward)`` in the place of the module's forward, keeping its name and signature."""
+    """Replaces the module's forward by ``wrapper(forward)``, keeping its name and signature."""
     inner = module.forward
     module.forward = functools.wraps(inner)(wrapper(inner))
 
 
 def draw_forked(module: nn.Module) -> None:
-    """Random numbers inside come from Megatron's model-parallel RNG state."""
+    """Makes the module draw random numbers from Megatron's model-parallel RNG state."""
 
     def wrapper(forward: Forward) -> Forward:
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -43,10 +43,10 @@ def draw_forked(module: nn.Module) -> None:
 
 
 def recompute_module(module: nn.Module, path: str) -> None:
-    """The module's activations are computed again in the backward pass while training; asked twice is once.
+    """Makes the module recompute its activations in the backward pass of training; a second call has no effect.
 
     Args:
-        path: of the module, for messages.
+        path: path of the module, for messages.
     """
     if getattr(module, "megasched_recomputed", False):
         return

@@ -1,4 +1,4 @@
-"""The library's door: a schedule of any ``nn.Module`` in hand, and the same done in this process's TP group."""
+"""Defines the library's entry points: a schedule of any ``nn.Module``, built in this process's TP group."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megasched.plan.plan import Plan
 
 
 def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
-    """An empty schedule of any ``nn.Module``; the model is not changed before ``build``.
+    """Creates an empty schedule of any ``nn.Module``; the model is not changed before ``build``.
 
     Args:
-        model: HF or not, real or deferred by ``init_empty_weights``.
-        layout: how the job is spread; by default what Megatron's process groups in this process say.
-        roles: what is known of its modules; by default what an adapter knows of an HF model.
+        model: an HF model or any other, with real weights or with weights deferred by ``init_empty_weights``.
+        layout: how the job is spread; by default the sizes of Megatron's process groups in this process.
+        roles: roles of its modules; by default those that an adapter gives an HF model.
     """
     return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model))
 
@@ -65,13 +65,13 @@ def _known_roles(model: nn.Module) -> Roles | None:
 def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:
     """Carries out a schedule on its model and returns the model, with its own signature and outputs.
 
-    Real weights stay what they are: sharded from the values they have, never re-initialised, untied or
-    unfrozen. Weights deferred by ``init_empty_weights`` stay deferred.
+    Real weights keep their values: they are sharded as they are, never re-initialised, untied or unfrozen. Weights
+    deferred by ``init_empty_weights`` stay deferred.
 
     Args:
-        schedule: of any module, HF or not.
-        inputs: example keyword arguments of the model's forward, from which what must be communicated is
-            derived (their values do not matter). An HF model that takes token ids needs none.
+        schedule: schedule of any module, HF or not.
+        inputs: example keyword arguments of the model's forward, from which the communication is derived (their
+            values do not matter). An HF model that takes token ids needs none.
 
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
@@ -81,7 +81,7 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
 
 
 def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
-    """``build``; returns the plan that the model was built by."""
+    """Builds a model as ``build`` does, and returns the plan that it was built by."""
     _check_place(schedule)
     model: Any = schedule.mod
     length = None  # of a run's sequences; the inputs that are given have their own
@@ -101,7 +101,7 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
 
 
 def _check_place(schedule: Schedule) -> None:
-    """Whether this schedule can be built in this process at all."""
+    """Raises ScheduleError where the schedule can't be built in this process."""
     wanted, here = schedule.layout, current_layout()
     problem = None
     if schedule.path:
@@ -142,7 +142,7 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
 
 
 class _Alone:
-    """Stands for a TP group in a process without process groups."""
+    """Stands in for the TP group in a process without process groups."""
 
     def rank(self) -> int:
         return 0

@@ -1,7 +1,7 @@
-"""Traced modules of a lowered model, and what is done to their graphs.
+"""Traces modules of a lowered model and edits their graphs.
 
-The definition's code is traced; what lowering put in stays out of the graphs, as live calls. Tracing waits for
-the first call, which has the shapes and types that training uses.
+The definition's code is traced; the modules that lowering put in stay out of the graphs, as live calls. Tracing
+waits for the first call, which has the shapes and types that training uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
     """Puts graphs in the place of the forwards that the records ask for.
 
     Returns:
-        whether a module is one of them or inside one: its code is the definition's, and is to stay that.
+        A predicate on paths: whether a module is traced or inside a traced one, so that its code must stay the
+        definition's.
 
     Raises:
         ScheduleError: a linear can't be decomposed as it is cut.
@@ -66,7 +67,7 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
 
 
 def _decompose(model: nn.Module, path: str, record: Record) -> bool:
-    """Whether the product stays a call of the layer, which then leaves its bias to the graph."""
+    """Returns whether the product stays a call of the layer, which then leaves its bias to the graph."""
     layer: Any = model.get_submodule(path)
     if isinstance(layer, TeLinear):
         what = "can't be decomposed: Transformer Engine computes it in 8 bits, bias and all"
@@ -115,14 +116,16 @@ def _replaced(record: Record, part: ExtractedSubgraph) -> Callable[..., Any]:
 
 
 def _waits_for_parameters(hook: Hook) -> bool:
-    """Megatron's ``--overlap-param-gather`` puts such a hook before every module
-    (``core/distributed/distributed_data_parallel.py:432``)."""
+    """Returns whether a hook is one that Megatron's ``--overlap-param-gather`` puts before every module.
+
+    See ``core/distributed/distributed_data_parallel.py:432``.
+    """
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Around a run that is not to count: every random state is put back as it was."""
+    """Runs its body, a run that is not to count, and then puts every random state back as it was."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with tracker_states(), torch.random.fork_rng(devices):
         yield

@@ -1,4 +1,4 @@
-"""Attributes by which a definition counts heads or features: each TP rank has its part of them."""
+"""Divides attributes by which a definition counts heads or features among the TP ranks."""
 
 from __future__ import annotations
 

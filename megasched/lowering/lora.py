@@ -1,7 +1,7 @@
-"""LoRA in the definition: adapted linears get two more linears as children, and everything else is frozen.
+"""Adds LoRA to a definition: adapted linears get two more linears as children, and the rest is frozen.
 
-Made before anything is planned, so that how adapters are cut and what is communicated for them is derived with the
-rest. What they add is added by a hook on the linear: it stays, whatever layer takes the linear's place.
+This comes before the plan, so that the cuts of adapters and their communication are derived with all others. A
+hook on the linear adds the adapter's output: it stays, whichever layer takes the linear's place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megasched.weights.lora import initial_value
 
 @dataclass(frozen=True)
 class AddLora:
-    """The forward hook of an adapted linear."""
+    """Adds the adapter's output to that of an adapted linear, as its forward hook."""
 
     lora: Lora
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
-        """``output`` [..., out] and what the adapter makes of the linear's input [..., in]."""
+        """Returns ``output`` [..., out] plus what the adapter makes of the linear's input [..., in]."""
         x = args[0] if args else next(iter(kwargs.values()))
         return output + module.lora_B(module.lora_A(module.lora_dropout(x))) * self.lora.scaling
 
@@ -41,12 +41,12 @@ def adapt_modules(schedule: Schedule, model: nn.Module, undo: ExitStack | None =
     """Adds the adapters that the schedule asks for to the model, and freezes the rest of it.
 
     Args:
-        schedule: the records.
-        model: the definition after replacements, or a copy of it; on meta adapters are there, too.
-        undo: gets what takes them back.
+        schedule: provides the records.
+        model: the definition after replacements, or a copy of it; on meta its adapters are on meta, too.
+        undo: receives the callbacks that take the adapters back.
 
     Returns:
-        Whether there are any.
+        Whether there are any adapters.
 
     Raises:
         ScheduleError: with every linear that can't be adapted; the model is unchanged then.
@@ -88,7 +88,10 @@ def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[P
 
 
 def _check_unfrozen(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[Problem]:
-    """PEFT keeps a copy of what it trains whole, which a tie would not survive."""
+    """Returns a problem where a parameter to unfreeze is tied to one outside of the module.
+
+    PEFT keeps a copy of each module that it trains whole, which a tie would not survive.
+    """
     try:
         inside = Counter(
             id(p) for _, p in model.get_submodule(record.path).named_parameters(remove_duplicate=False)
@@ -103,7 +106,7 @@ def _check_unfrozen(model: nn.Module, record: Record, names: Mapping[int, int]) 
 
 
 def _unlike(schedule: Schedule, records: Sequence[Record]) -> list[Problem]:
-    """What a PEFT adapter has once for all of its linears; rank and alpha may differ."""
+    """Returns a problem where records differ in what a PEFT adapter has once: dropout, rsLoRA, kind of linear."""
     first = records[0]
     for record in records[1:]:
         for name in ("dropout", "use_rslora"):
@@ -118,7 +121,7 @@ def _unlike(schedule: Schedule, records: Sequence[Record]) -> list[Problem]:
 
 
 def make_dropout(lora: Lora) -> nn.Module:
-    """What ``lora_A`` reads through."""
+    """Returns the module that ``lora_A`` reads its input through: dropout, or the identity."""
     return nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
 
 

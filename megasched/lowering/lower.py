@@ -53,7 +53,7 @@ from megasched.plan.plan import Plan
 
 
 def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
-    """Lowers the modules for which ``here(path)`` holds; the others are left alone."""
+    """Lowers the modules for which ``here(path)`` holds, and leaves all others alone."""
     plan = context.plan
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
@@ -102,10 +102,12 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
 def lower_sequence_boundaries(
     model: nn.Module, context: BuildContext, here: Callable[[str], bool], *, first: bool, last: bool
 ) -> None:
-    """Sequence parallelism: the layers run on a part of the sequence each; draws inside them differ.
+    """Splits the hidden state before the layers and joins it after them, under sequence parallelism.
+
+    Each rank runs the layers on a part of the sequence; random draws inside them differ between ranks.
 
     Args:
-        first, last: the hidden state enters from before the layers, leaves to what follows them, here.
+        first, last: whether the hidden state enters the layers, or leaves them, on this stage.
     """
     structure = context.plan.structure
     if not context.plan.layout.sp or structure is None:
@@ -125,8 +127,7 @@ def lower_sequence_boundaries(
 def _lower_blocks(
     schedule: Schedule, model: nn.Module, context: BuildContext, here: Callable[[str], bool]
 ) -> None:
-    """Puts Megatron's layers, attention, mixtures and MLPs in the places of the definition's; their parameters are
-    all filled then."""
+    """Puts Megatron's layers, attention, mixtures and MLPs, with their values, in place of the definition's."""
 
     roles = schedule.roles
 
@@ -154,7 +155,7 @@ def _lower_blocks(
 
 
 def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
-    """Has the columns that belong together computed by one product, and each linear of Transformer Engine's."""
+    """Gives columns of one product a shared ``FusedColumns`` or ``TeProduct``, and other TE linears their own."""
     together = [paths for paths in plan.joint if all(here(path) for path in paths)]
     apart = plan.te_linears.difference(*together)
     for paths in [*together, *((path,) for path in sorted(apart) if here(path))]:
@@ -182,7 +183,7 @@ def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: boo
 
 
 def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
-    """Parameters that every TP rank holds whole: made real where they are on meta, filled, marked."""
+    """Makes replicated parameters real where they are on meta, fills them and marks partial gradients."""
     for name, held in list(module.named_parameters(recurse=False)):
         placement = context.plan.placement(path, name)
         tied = context.made.get(placement.name)
@@ -203,7 +204,7 @@ def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
 def _lower_regions(
     regions: Mapping[str, Region], model: nn.Module, context: BuildContext, here: Callable[[str], bool]
 ) -> None:
-    """Wraps the modules where activations are taken over to TP once for all inside."""
+    """Wraps the modules whose input enters the TP region once for all columns inside."""
     derived = context.plan.derived
     for path, (slots, columns) in regions.items():
         if not here(path):
@@ -223,15 +224,21 @@ def _lower_regions(
 
 
 def _read_own_part(column: nn.Module, context: BuildContext) -> None:
-    """A column's adapter reads this rank's part of the sequence that the region has gathered: its own gathers what
-    is of the rank's size only, and a dropout draws for each token once."""
+    """Has a column's adapter read this rank's part of the sequence that the region has gathered.
+
+    The gather at ``lora_B`` then moves only tensors as wide as the adapter's rank, and dropout draws once for each
+    token.
+    """
     dropout = getattr(column, DROPOUT, None)
     if isinstance(dropout, nn.Module):
         take_local_sequence(dropout, context.group)
 
 
 def _enter_sequence_regions(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
-    """Whole sequences for what needs them; outside of layers, each stage runs what has no parameters."""
+    """Makes modules that need whole sequences gather them from the context parallel ranks.
+
+    Outside of layers, each pipeline stage runs the modules that have no parameters.
+    """
     plan, ranks = context.plan, context.context_parallel
     if plan.sequence is None or plan.structure is None or ranks is None:
         return

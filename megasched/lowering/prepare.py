@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to what is planned: a definition, its schedule, replacements and adapters made.
+"""Prepares what is planned from an HF folder: definition, schedule, replacements and adapters.
 
 A session of Megatron's trainer and the library's ``build`` prepare a model in the same way.
 """
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduledDefinition:
-    """A definition and its schedule before any layout: what sessions of several layouts have in common.
+    """Holds a definition and its schedule before any layout, which sessions of several layouts share.
 
     Attributes:
-        definition: pristine, parameters on meta; nobody changes it.
-        structure: how it runs, where that can be told.
-        schedule: what ``--model-schedule`` says.
+        definition: pristine HF model, parameters on meta; nobody changes it.
+        structure: its layer stack, where that can be found.
+        schedule: the value of ``--model-schedule``.
         function: the schedule of that name.
-        runs: of the definition on meta, for plans.
+        runs: cached runs of the definition on meta, for plans.
     """
 
     definition: PreTrainedModel
@@ -53,7 +53,7 @@ class ScheduledDefinition:
     runs: AnalysisCache = field(default_factory=AnalysisCache)
 
     def apply(self, layout: ParallelDims) -> Schedule:
-        """The schedule's records for a layout.
+        """Returns the schedule with its records for a layout.
 
         Raises:
             ConfigError, ScheduleError: the schedule can't be used with this model.
@@ -64,7 +64,10 @@ class ScheduledDefinition:
         return root
 
     def _roles(self, layout: ParallelDims) -> Roles:
-        """The adapter's roles, and what can be inferred besides; a schedule of the user's own can do without."""
+        """Returns the adapter's roles, or else those of HF's plan and those that can be inferred.
+
+        Where neither knows the model, a user's own schedule gets empty roles, and ``auto`` can't be used.
+        """
         definition = self.definition
         try:
             roles = roles_of(definition)
@@ -81,7 +84,7 @@ class ScheduledDefinition:
 def open_definition(
     schedule: str, hf_model: str, overrides: Sequence[str], *, trust_remote_code: bool, objective: str | None
 ) -> ScheduledDefinition:
-    """Config, definition and schedule; the arguments are those of ``open_session``.
+    """Loads config, definition and schedule; the arguments are those of ``open_session``.
 
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
@@ -98,7 +101,10 @@ def open_definition(
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:
-    """In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there."""
+    """Raises ScheduleError where a function computes the weights of a replacement.
+
+    In a run every value comes by its HF name, from the folder or a checkpoint; a function has no name there.
+    """
     problems = []
     for record in records_where(schedule.records, lambda primitive: primitive.replaces_modules):
         weights = record.arguments.get("weights", {})
@@ -115,12 +121,13 @@ def _refuse_computed_weights(schedule: Schedule) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a plan is made of.
+    """Holds the model that a plan is made for.
 
     Attributes:
-        model: the definition, replacements and adapters made.
+        model: the definition with its replacements and adapters.
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
-        structure: how the model runs, where that can be told; None for a model in hand, which is not looked at.
+        structure: the model's layer stack, where that can be found; None for the library's model, in which it is
+            not looked for.
     """
 
     model: Any
@@ -139,11 +146,11 @@ def prepare(
     """Makes the replacements and puts in the adapters that a schedule asks for.
 
     Args:
-        schedule: the records.
+        schedule: provides the records.
         model: the definition, of which a copy is changed; or, with ``undo``, a model that is changed in place.
-        structure: how the definition runs, where that is known.
+        structure: layer stack of the definition, where that is known.
         inputs: example arguments of the model's forward; by default token ids for a model that takes them.
-        undo: gets what takes back all that is done in place.
+        undo: receives the callbacks that take back all changes in place.
 
     Raises:
         ScheduleError: with everything that can't be made; the model is unchanged then.

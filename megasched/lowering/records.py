@@ -1,6 +1,7 @@
-"""How single records are carried out on lowered modules: one function a primitive.
+"""Carries out single records on lowered modules, with one function for each primitive.
 
-They are registered as third parties' are: the entry point group ``megasched.lowerings`` names this module.
+The functions are registered as third parties' are: the entry point group ``megasched.lowerings`` names this
+module.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _hook(module: nn.Module, record: Record, context: BuildContext) -> None:
 
 @register_lowering("sync")
 def _sync(module: nn.Module, record: Record, context: BuildContext) -> None:
-    """On a sharded module the plan has checked it and the layer does it; elsewhere it is done as written."""
+    """Wraps a module in the collective of a ``sync``; the layer of a sharded module communicates by itself."""
     if record.path in context.plan.cuts or context.size == 1:
         return
     mode, operation = record.arguments["mode"], _operation(record, context)
@@ -101,7 +102,7 @@ def _operation(record: Record, context: BuildContext) -> Callable[[torch.Tensor]
 
 
 def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """``x``, whose gradient goes through ``function`` on its way back."""
+    """Returns ``x`` with a hook that passes its gradient through ``function`` in the backward."""
     if not x.requires_grad:
         return x
     same = x.view_as(x)
@@ -112,13 +113,14 @@ def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
 def carried_annotations(
     records: Sequence[Record], renamed: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Iterator[Record]:
-    """The records, each annotation naming the parameters that its own has become: it follows them through a
-    replacement, under whatever name they have then.
+    """Yields the records; annotations follow their parameters through a replacement, under the new names.
+
+    An annotation is yielded once for each new parameter that is made of the annotated one.
 
     Args:
-        records: of the schedule.
+        records: records of the schedule.
         renamed: parameter of a replaced module -> parameters of the definition that it is made of.
-        model: after replacements. An annotation of a parameter that was dropped has nothing to go on.
+        model: the model after replacements. The annotation of a parameter that was dropped is left out.
     """
     held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for record in records:

@@ -1,4 +1,4 @@
-"""Replacing modules of a definition: the new one gets the old one's weights, hooks and places."""
+"""Replaces modules of a definition; the new module gets the old one's weights, hooks and places."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def replace_modules(
     """Makes the replacements that the records ask for, in the model.
 
     Args:
-        schedule: the records; what became of which parameter is noted in it.
+        schedule: provides the records; ``renamed`` in it is set to what each new parameter is made of.
         model: the definition, or a copy of it.
         inputs: example arguments of its forward; token ids for an HF model that generates text.
-        undo: gets what takes the replacements back.
+        undo: receives the callbacks that take the replacements back.
 
     Returns:
-        full name of each parameter of a new module -> name of the definition's parameter it stands for.
+        Full name of each parameter of a new module -> name of the definition's parameter it stands for.
 
     Raises:
         ScheduleError: every replacement that can't be made, and why; the model is unchanged then.
@@ -70,7 +70,7 @@ def _replacements(schedule: Schedule) -> Iterator[tuple[Record, str]]:
 
 
 def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) -> dict[str, list[Call]]:
-    """How each of these modules is called in one forward; nothing where no inputs are known."""
+    """Finds how each of these modules is called in one forward on meta; empty where no inputs are known."""
     inputs = example_inputs(model) if inputs is None else inputs
     found: dict[str, list[Call]] = {}
     if inputs is None:
@@ -123,7 +123,7 @@ def _replace_one(
 
 
 def _make(old: nn.Module, model: nn.Module, path: str, record: Record) -> tuple[nn.Module | None, list[Problem]]:
-    """The new module, or why there is none."""
+    """Returns the new module, or None and why there is none."""
     factory: nn.Module | Callable[[nn.Module], Any] = record.arguments["factory"]
     try:
         new = factory if isinstance(factory, nn.Module) else factory(old)
@@ -141,7 +141,7 @@ def _make(old: nn.Module, model: nn.Module, path: str, record: Record) -> tuple[
 
 
 def _wrong_call(old: nn.Module, new: nn.Module, path: str, record: Record, calls: list[Call]) -> list[Problem]:
-    """Whether the new forward takes the calls that the old one gets, or, where none is known, its signature."""
+    """Returns a problem where the new forward can't take the recorded calls or, without any, the old signature."""
     takes = inspect.signature(new.forward)
     for args, kwargs in calls or [_required(old)]:
         try:
@@ -155,7 +155,7 @@ def _wrong_call(old: nn.Module, new: nn.Module, path: str, record: Record, calls
 
 
 def _required(module: nn.Module) -> Call:
-    """The least that a module's forward must be given."""
+    """Returns the fewest arguments that a module's forward must be given, each None."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in inspect.signature(module.forward).parameters.values():
@@ -172,7 +172,7 @@ Source = str | Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class _ParameterReads(Mapping[str, torch.Tensor]):
-    """The old parameters as a function of the user's sees them; notes which it looks at."""
+    """Shows the old parameters to a function of the user's, and notes which of them it reads."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
@@ -193,13 +193,14 @@ class _ParameterReads(Mapping[str, torch.Tensor]):
 def transfer_weights(
     old: nn.Module, new: nn.Module, path: str, record: Record, renamed: MutableMapping[str, tuple[str, ...]]
 ) -> list[Problem]:
-    """Gives every parameter and persistent buffer of the new module its value; complete on both sides.
+    """Gives every parameter and persistent buffer of the new module its value, and returns the problems.
 
-    A parameter that the new module holds already (it wraps the old one) stays as it is; one that is taken over
-    is the old ``Parameter`` itself, so that ties, ``requires_grad`` and attributes stay.
+    No weight may be missing in the new module or left over in the old one. A parameter that the new module holds
+    already (it wraps the old one) stays as it is. One that is taken over is the old ``Parameter`` itself, so that
+    ties, ``requires_grad`` and attributes stay.
 
     Args:
-        renamed: gets full new name -> full old names that the parameter is made of.
+        renamed: is filled with full new name -> full old names that the parameter is made of.
     """
     before = dict(old.named_parameters(remove_duplicate=False))
     after = dict(new.named_parameters(remove_duplicate=False))
@@ -242,14 +243,14 @@ def transfer_weights(
 
 
 def _default(name: str, parameter: nn.Parameter, before: Mapping[str, nn.Parameter]) -> str:
-    """The old name of a parameter that the user says nothing about: itself, or else the same name."""
+    """Returns the source of a parameter that is not in ``weights``: the old name of this object, or its own."""
     return next((old for old, held in before.items() if held is parameter), name)
 
 
 def _value(
     source: Source, before: Mapping[str, nn.Parameter], like: nn.Parameter
 ) -> tuple[nn.Parameter, tuple[str, ...]]:
-    """The parameter for one place of the new module, and the old ones it is made of."""
+    """Returns the parameter for one place of the new module, and the names of old ones that it is made of."""
     if isinstance(source, str):
         return before[source], (source,)
     reads = _ParameterReads(before)
@@ -269,7 +270,7 @@ def _left_behind(
     path: str,
     record: Record,
 ) -> list[Problem]:
-    """What of the old module gets lost, unless the user lets it go by name."""
+    """Returns problems for weights of the old module that are lost, unless the user drops them by name."""
     drop = record.arguments.get("drop", ())
     taken = {id(before[name]) for names in used.values() for name in names}
     old_buffers, new_buffers = buffers
@@ -299,7 +300,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def parents_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Module -> every (parent, name) it stands at; a shared module has several."""
+    """Maps each module to every (parent, name) where it is registered; a shared module has several."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():

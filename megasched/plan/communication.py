@@ -1,4 +1,4 @@
-"""What each sharded module communicates, and whether what the user stated agrees with it."""
+"""Derives what each sharded module communicates, and checks the user's ``sync`` calls against it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megasched.plan.plan import Plan
 
 
 def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
-    """Mode -> operation over the TP group for one sharded module (None: nothing is sent).
+    """Returns the collective over TP that one sharded module needs in each mode; None where it sends nothing.
 
     The pairs are Megatron's f and g (Shoeybi et al., arXiv 1909.08053) and, under sequence parallelism,
     their all-gather and reduce-scatter forms (Korthikanti et al., arXiv 2205.05198).
@@ -32,7 +32,7 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
 
 
 def check_syncs(plan: Plan) -> list[Problem]:
-    """A problem for each ``sync`` on a sharded module that contradicts what is derived."""
+    """Returns a problem for each ``sync`` on a sharded module that contradicts the derived collective."""
     problems = []
     for record in plan.records_of("sync"):
         if record.path not in plan.cuts:
@@ -51,11 +51,12 @@ def check_syncs(plan: Plan) -> list[Problem]:
 
 
 def shared_regions(plan: Plan) -> dict[str, Region]:
-    """Modules whose input is taken over to TP once for all columns inside: path -> arguments and columns.
+    """Returns the modules whose input enters the TP region once for all columns inside: path -> region.
 
-    It pays for several columns, unless one matrix product computes them all and communicates by itself. Under
-    sequence parallelism whatever views shards as heads needs it, which reads the sequence length off its input.
-    Where something whole inside meets shards it must be so. Megatron's modules communicate by themselves.
+    This pays off where several columns read the input, unless one matrix product computes them all and
+    communicates by itself. Under sequence parallelism a module that views shards as heads needs it, as it reads
+    the sequence length off its input. A module in which a whole tensor meets shards always needs it. Megatron's
+    modules communicate by themselves.
     """
     split, by_megatron = plan.layout.sp, plan.by_megatron
     joint = {frozenset(paths) for paths in plan.joint}

@@ -1,4 +1,4 @@
-"""For each parameter of a run, what decided how it lies, and what of it is communicated."""
+"""Tells for each parameter of a run what decided its placement, and how its gradient comes about on a rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NOBODY = "nothing asks for a cut"
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done with one parameter, or with the same one of several layers.
+    """Describes what is done with one parameter, or with the same parameter of several layers.
 
     Attributes:
         parameter: HF name; indices of layers that are decided alike are folded: ``model.layers.0-3.mlp...``.
-        shape: in the HF checkpoint.
-        local_shape: on one rank, padding included.
+        shape: shape in the HF checkpoint.
+        local_shape: shape on one rank, padding included.
         placement: in words: cut along an axis, or whole.
-        decided_by: the schedule's line, the adapter's glob, the entry of HF's plan, or what was inferred.
-        gradient: how it comes about on a rank.
-        declined: what was asked for, or looked for, and is not done, with the reason; or empty.
+        decided_by: the schedule's line, the adapter's glob, the entry of HF's plan, the tie, or what was inferred.
+        gradient: in words: of the rank's part, partial, or complete on every rank.
+        declined: a cut that was asked for, or looked for, and is not made, with the reason; or empty.
     """
 
     parameter: str
@@ -40,11 +40,11 @@ class Decision:
 
 
 def decisions_of(plan: Plan, roles: Roles, *, by_user: bool) -> list[Decision]:
-    """A decision for every parameter, layers folded.
+    """Returns the decisions on all parameters of a plan, with layers that are decided alike folded.
 
     Args:
-        roles: what is known of the definition's modules.
-        by_user: whether the schedule's lines are the user's, and so decide by themselves.
+        roles: roles of the definition's modules, with the origin of each.
+        by_user: whether the schedule is the user's, so that its lines decide by themselves.
     """
     lines = {record.path: record.source for record in plan.records_of("shard")} if by_user else {}
     made = []
@@ -72,7 +72,7 @@ def decisions_of(plan: Plan, roles: Roles, *, by_user: bool) -> list[Decision]:
 
 
 def _declined(roles: Roles, module: str) -> str:
-    """What was declined of a module, or of one around it."""
+    """Returns why a cut of a module, or of one around it, was declined; empty where none was."""
     while module:
         if module in roles.declined:
             return roles.declined[module]
@@ -100,7 +100,7 @@ def _gradient(placement: Placement) -> str:
 
 
 def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
-    """Parameters that differ in the index of their layer alone, and are decided alike, as one."""
+    """Folds decisions on parameters that differ in their layer index alone, and are decided alike, into one."""
     groups: dict[Any, list[int]] = {}
     for decision in decisions:
         index = re.search(r"\.(\d+)\.", decision.parameter)
@@ -115,7 +115,7 @@ def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
 
 
 def without_rule(plan: Plan) -> list[str]:
-    """Operators that took whole what could have been a part, since nothing is known of them: a line for each."""
+    """Returns a line for each operator without a rule that took whole tensors where shards might have done."""
     lines = []
     for operator, paths in sorted(plan.derived.without_rule.items()):
         where = ", ".join(fold_paths(paths)) or "the model's own code"
@@ -127,7 +127,7 @@ def without_rule(plan: Plan) -> list[str]:
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
-    """Paths, as one where they differ in the index of their layer alone."""
+    """Folds paths that differ in their layer index alone into one path each, and drops the root's empty path."""
     groups: dict[str, list[int]] = {}
     for path in sorted(paths):
         index = re.search(r"\.(\d+)(?=\.|$)", path)
@@ -137,7 +137,7 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
 
 
 def fold_indices(indices: list[int]) -> str:
-    """``0-3`` for neighbours, ``0,2,…,30`` for every second, ``0,3,7`` for what has no rule."""
+    """Formats indices: ``0-3`` for neighbours, ``0,3,7`` for others, ``0,2,…,30`` for more than four pieces."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""8-bit training by Transformer Engine: which layers it covers, and whether their sizes allow it."""
+"""Decides which layers and weights Transformer Engine computes in 8 bits, and checks their sizes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megasched.plan.plan import Plan
 
 
 def choose_fp8(plan: Plan, roles: Roles) -> tuple[Plan, list[Problem]]:
-    """The plan with what is computed in 8 bits, where that was asked for; a problem for each layer that can't be.
+    """Returns the plan with its 8-bit linears and weights, and a problem for each layer that can't have them.
 
     Args:
-        plan: complete but for this.
-        roles: how the definition's layers and mixtures are put together.
+        plan: complete except for the 8-bit choice.
+        roles: specs of the definition's layers, attention and mixtures.
     """
     fp8, structure = plan.layout.fp8, plan.structure
     if fp8 is None:
@@ -69,14 +69,13 @@ def choose_fp8(plan: Plan, roles: Roles) -> tuple[Plan, list[Problem]]:
 
 
 def _weights(plan: Plan, made: dict[str, ParamMapping]) -> list[ParamMapping]:
-    """What Megatron's modules multiply with in 8 bits; experts are alike."""
+    """Returns the matrices that Megatron's modules multiply in 8 bits; experts in one tensor count once."""
     found = {product.name: product for name, product in made.items() if not name.endswith((ROUTER, SHARED_GATE))}
     return [product for product in found.values() if len(product.local_shape(plan.layout.tp)) == 2]
 
 
 def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
-    """Linears of layers in 8 bits that stay in 16: those that are not sharded, and k and v that have fewer heads
-    than there are TP ranks."""
+    """Returns linears of 8-bit layers that stay in 16 bits, such as unsharded ones and replicated k and v."""
     return [
         path
         for path, module in model.named_modules()
@@ -85,9 +84,11 @@ def left_in_16_bits(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _linears(plan: Plan, index: int) -> list[str]:
-    """Linears of a layer that Transformer Engine computes: those that are cut. The few that stay whole (k and v
-    with fewer heads than ranks), those that hand whole tensors on inside a region, and adapters, stay in 16
-    bits."""
+    """Returns the cut linears of a layer that Transformer Engine computes in 8 bits.
+
+    These stay in 16 bits: projections to k and v with fewer heads than TP ranks, linears that hand whole tensors
+    on inside a region, linears whose output is changed in place, and adapters.
+    """
     assert plan.structure is not None
     derived = plan.derived
     whole_inside = (
@@ -106,7 +107,7 @@ def _linears(plan: Plan, index: int) -> list[str]:
 
 
 def _products(plan: Plan, linears: list[str]) -> list[ParamMapping]:
-    """The weights of linears, those that are computed by one product together."""
+    """Returns the weights of each matrix product of these linears; fused columns have one product."""
     groups = {paths[0]: paths for paths in plan.joint if paths[0] in linears}
     later = {path for paths in groups.values() for path in paths[1:]}
     return [
@@ -117,7 +118,7 @@ def _products(plan: Plan, linears: list[str]) -> list[ParamMapping]:
 
 
 def _misfits(plan: Plan, layer: str, products: list[ParamMapping]) -> list[Problem]:
-    """Weights whose sizes on one rank no 8-bit matrix product takes."""
+    """Returns a problem for each weight with a shape on one rank that no 8-bit matrix product takes."""
     fp8 = plan.layout.fp8
     assert fp8 is not None
     problems = []

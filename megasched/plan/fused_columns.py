@@ -1,5 +1,4 @@
-"""Which column linears are computed by one matrix product: those that read one tensor, where nothing speaks
-against it."""
+"""Decides which column linears one matrix product computes: those that read one tensor and are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from megasched.plan.plan import Plan
 
 
 def columns_to_fuse(plan: Plan, model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Paths of the columns that one matrix product computes, in the order of their calls."""
+    """Returns groups of column paths, each computed by one matrix product, in the order of their calls."""
     joint = []
     asked = {record.path for record in plan.records_where(lambda primitive: not primitive.keeps_product)}
     fused = fused_paths(plan)
@@ -30,13 +29,15 @@ def columns_to_fuse(plan: Plan, model: nn.Module) -> tuple[tuple[str, ...], ...]
 
 
 def levels_asked(plan: Plan) -> dict[str, Record]:
-    """Path -> the last call of ``level`` on it."""
+    """Maps each path with a ``level`` call to the last call on it."""
     return {record.path: record for record in plan.records_of("level")}
 
 
 def level_at(asked: Mapping[str, Record], path: str) -> Record | None:
-    """The call of ``level`` on the module or on the nearest one around it; None without any. One that is not
-    required counts where there is no other."""
+    """Returns the ``level`` call on a module or on the nearest one around it; None without any.
+
+    A call that is not required counts only where there is no required one.
+    """
     preferred = None
     while True:
         found = asked.get(path)
@@ -49,12 +50,12 @@ def level_at(asked: Mapping[str, Record], path: str) -> Record | None:
 
 
 def required(level: Record) -> bool:
-    """Whether a call of ``level`` has to be done."""
+    """Returns whether a call of ``level`` must be carried out, so that failing to is a problem."""
     return bool(level.arguments.get("required", True))
 
 
 def fused_paths(plan: Plan) -> Callable[[str], bool]:
-    """Whether a module is at level ``fused`` (or ``block``, where Megatron's layer could not be meant)."""
+    """Returns a predicate on paths: whether the level of the module is any but ``leaf``."""
     asked = levels_asked(plan)
 
     def fused(path: str) -> bool:
@@ -65,7 +66,7 @@ def fused_paths(plan: Plan) -> Callable[[str], bool]:
 
 
 def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:
-    """Whether a column's weight lies in Megatron's layer as it lies in the definition, and is nobody else's."""
+    """Returns whether a column's weight is laid out in Megatron's layer as in the definition, and is not tied."""
     placement = plan.placement(path, "weight")
     return (
         path not in plan.derived.gather
@@ -77,6 +78,6 @@ def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """What must be equal: dtype, whether there is a bias, what is trained."""
+    """Returns what must be equal in fused columns: names, dtypes and ``requires_grad`` of their parameters."""
     own = dict(module.named_parameters(recurse=False))
     return tuple((name, p.dtype, p.requires_grad) for name, p in sorted(own.items()))

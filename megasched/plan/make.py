@@ -1,6 +1,6 @@
-"""From the records to a plan: how every parameter lies, what is communicated, what is wrong.
+"""Turns the records of a schedule into a plan: placements, communication and problems.
 
-The whole schedule is validated before anything is changed; every problem found goes into one report.
+The whole schedule is validated before anything is changed. All problems that a phase finds go into one report.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ def make_plan(
     trials: MakeTrials | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Validates a schedule and derives everything from it. Nothing writes to the plan afterwards.
+    """Validates a schedule and derives the whole plan from it; nothing writes to the plan afterwards.
 
     Args:
-        schedule: the records; its layout counts.
+        schedule: provides the records and the layout.
         model: the definition after replacements; the schedule's own model by default.
         inputs: example arguments of the model's forward; token ids for a causal language model by default.
-        causal_lm: an HF causal language model for Megatron's trainer: logits stay cut over the vocabulary
-            up to the loss, and the layers must form a list.
+        causal_lm: an HF causal language model for Megatron's trainer: logits stay cut over the vocabulary up to
+            the loss, and the layers must form a list.
         vocab_multiple: vocabularies are padded to a multiple of this; TP by default.
-        structure: how the model runs, where the caller has found it already; for a causal language model alone.
-        runs: of this model with that structure, from plans of other layouts.
-        trials: what compares Megatron's modules with the definition's by numbers; without it none is Megatron's.
-        renamed: parameter of a replaced module -> the definition's name of it, by which placements go.
+        structure: layer stack of a causal language model, where the caller has found it already.
+        runs: cached runs of this model with that structure, from plans of other layouts.
+        trials: makes the trials that compare Megatron's modules with the definition's; without it, of Megatron's
+            only MLPs are used.
+        renamed: parameter of a replaced module -> its name in the definition, which its placement gets.
 
     Raises:
         ScheduleError: with every problem found.
@@ -95,7 +96,7 @@ def make_plan(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the first one that it has."""
+    """Maps every name of every parameter to the first name of that parameter."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 

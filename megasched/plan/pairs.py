@@ -1,4 +1,4 @@
-"""Without example inputs nothing is derived: only pairs of a column and a row linear that speak for themselves."""
+"""Derives communication without example inputs: only from pairs of a column and a row linear in one module."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
 
 
 def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
-    """What follows from columns and rows that stand in one module, and from what ``sync`` states; a problem for
-    each other one."""
+    """Returns the facts that column and row pairs and ``sync`` calls state, and a problem for each other cut."""
     derived = TpFacts()
     families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
     for record in plan.records_of("shard"):
@@ -40,7 +39,7 @@ def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
 
 
 def _stated(plan: Plan, record: Record, cut: str, derived: TpFacts) -> bool:
-    """Whether the user says that a column's output is gathered, or a row's input cut; notes it then."""
+    """Returns whether a ``sync`` gathers a column's output or scatters a row's input; notes it in ``derived``."""
     syncs = {(r.arguments["mode"], r.arguments["op"]) for r in plan.records_of("sync") if r.path == record.path}
     if cut == "column" and ("fwd_post", "all_gather") in syncs:
         derived.gather.add(record.path)
@@ -52,7 +51,7 @@ def _stated(plan: Plan, record: Record, cut: str, derived: TpFacts) -> bool:
 
 
 def _between(plan: Plan, parent: nn.Module, path: str) -> str:
-    """A module inside ``parent`` that has weights or draws random numbers, beside those that are cut."""
+    """Describes a module in ``parent`` that is not cut and has weights or draws random numbers; or empty."""
     for name, module in parent.named_modules():
         full = f"{path}.{name}" if path and name else path or name
         draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

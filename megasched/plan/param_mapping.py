@@ -1,8 +1,8 @@
-"""How one parameter of a block is put together from HF tensors: the rest of the truth that ``placement`` begins.
+"""Defines how one parameter of a Megatron module is put together from HF tensors.
 
-A placement says what a rank holds of each HF tensor; an assembly, how these pieces make the parameter of a
-module that has another layout than HF's (Megatron's ``linear_qkv`` and ``linear_fc1``). It can be taken apart
-again, so that checkpoints and weights keep HF's names and shapes.
+A placement says what a rank holds of each HF tensor. A mapping says how these pieces make a parameter that has
+another layout than HF's (Megatron's ``linear_qkv`` and ``linear_fc1``). It can be inverted, so that checkpoints
+and weights keep HF's names and shapes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megasched.plan.placement import Placement
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One parameter of a rank, made of its pieces of HF tensors that lie one after the other along axis 0.
+    """Maps one parameter of a rank to its pieces of HF tensors, which lie one after the other along axis 0.
 
     Attributes:
         parts: placements of the HF tensors, in their order.
-        groups: in how many groups each part (each component of a packed one) is cut, which then take turns:
-            Megatron keeps, for each head of k and v, the heads of q that use it, then k, then v
+        groups: number of groups that each part (each component of a packed one) is cut into; groups of the parts
+            alternate: Megatron keeps, for each KV head, the heads of q that use it, then k, then v
             (megatron/core/transformer/attention.py). Counted over all TP ranks; 1: whole parts follow each other.
-        paired: blocks of so many rows take turns in the first part, a head's q and its gate; in the parameter each
-            group has all of the one, then all of the other. 0: they don't.
+        paired: blocks of this many rows alternate in the first part, a head's q and its gate; in the parameter
+            each group has all q first, then all gates. 0: no pairs.
         entry: the parameter is this entry alone, along axis 0 of the one HF tensor: HF keeps all experts of a
-            layer in one, Megatron each in its own. Counted over all ranks.
-        transposed: HF keeps the entry, a matrix, [in, out], and Megatron [out, in].
-        interleaved: the two halves of the parameter take turns in the entry, row by row: gate and up.
+            layer in one tensor, Megatron each in its own. Counted over all ranks.
+        transposed: HF keeps the entry, a matrix, as [in, out], Megatron as [out, in].
+        interleaved: the two halves of the parameter, gate and up, alternate row by row in the entry.
     """
 
     parts: tuple[Placement, ...]
@@ -53,21 +53,20 @@ class ParamMapping:
 
     @property
     def rearranged(self) -> bool:
-        """Whether an entry lies otherwise in HF's tensor than in the parameter."""
+        """Returns whether an entry's layout in HF's tensor differs from that of the parameter."""
         return self.transposed or self.interleaved
 
     @property
     def name(self) -> str:
-        """Of the HF tensors, for messages."""
+        """Returns the joined names of the HF tensors, for messages."""
         return " + ".join(part.name for part in self.parts)
 
     def cut(self, rank: int, size: int) -> tuple[int, int]:
-        """Which piece of the parts, of how many, the parameter is made of on a rank; an entry is a piece by
-        itself."""
+        """Returns (index, count) of a rank's piece of the parts; an entry counts as a piece by itself."""
         return (rank, size) if self.entry is None else (self.entry, self.parts[0].shape[0])
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of what each of ``size`` TP ranks holds; ValueError when a part does not divide."""
+        """Returns the shape on each of ``size`` TP ranks; raises ValueError when a part does not divide."""
         if self.entry is not None:
             shape = self.parts[0].shape[1:]
             return tuple(reversed(shape)) if self.transposed else shape
@@ -77,7 +76,7 @@ class ParamMapping:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def join(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """The parameter of a rank from its pieces of the parts, as their placements cut them."""
+        """Joins a rank's pieces of the parts, as their placements cut them, to its parameter."""
         if self.entry is not None:
             own = pieces[0][0].t() if self.transposed else pieces[0][0]
             return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
@@ -94,8 +93,10 @@ class ParamMapping:
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def split(self, local: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """The pieces of the parts from the parameter of a rank, or anything laid out like it; the inverse of
-        ``join`` (views where that is possible)."""
+        """Splits a rank's parameter, or a tensor laid out like it, into pieces of the parts.
+
+        This is the inverse of ``join``; the pieces are views where that is possible.
+        """
         if self.entry is not None:
             own = torch.stack(local.chunk(2), dim=1).flatten(0, 1) if self.interleaved else local
             return [(own.t() if self.transposed else own)[None]]
@@ -113,7 +114,7 @@ class ParamMapping:
         return [piece[0] if len(piece) == 1 else torch.cat(piece) for piece in pieces]
 
     def _lengths(self, size: int) -> list[list[int]]:
-        """Of the components of each part, on one rank."""
+        """Returns the lengths of each part's components on one rank."""
         return [
             [length // size for length in part.components] or list(part.local_shape(size)[:1])
             for part in self.parts

@@ -1,7 +1,8 @@
-"""Where the pipeline is cut: the schedule's cuts, Megatron's own flags, or a balance by cost.
+"""Decides where the pipeline is cut: where the schedule says, or else so that costs are balanced.
 
-The answer always becomes Megatron's ``pipeline_model_parallel_layout``, so that its bookkeeping
-(layer offsets, embedding ranks, FLOPs) agrees with ours.
+Megatron's own flags for cuts come first, without this module. The answer always becomes Megatron's
+``pipeline_model_parallel_layout``, so that its bookkeeping (layer offsets, embedding ranks, FLOPs) agrees with
+ours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megasched.language.schedule import Schedule
 
 
 def cuts_asked_for(schedule: Schedule, structure: LayerStack, stages: int) -> list[int] | None:
-    """Layers of each stage as the schedule's cuts say; None without any cut.
+    """Returns the number of layers in each stage by the schedule's cuts; None without any cut.
 
     Raises:
         ScheduleError: a cut that is not after a layer, or the wrong number of cuts.
@@ -47,15 +48,15 @@ def cuts_asked_for(schedule: Schedule, structure: LayerStack, stages: int) -> li
 
 
 def balance(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
-    """Layers of each stage so that the dearest stage is as cheap as can be; at least one layer each.
-
-    Args:
-        costs: of each layer.
-        first: of what comes before the layers, on the first stage.
-        last: of what comes after them (final norm, head, loss), on the last stage.
-        stages: PP x VPP.
+    """Returns the number of layers in each stage, at least one, so that the costliest stage costs least.
 
     Among equally good cuts the one with the least sum of squares is taken, which is the most even one.
+
+    Args:
+        costs: cost of each layer.
+        first: cost of all before the layers, on the first stage.
+        last: cost of all after the layers (final norm, head, loss), on the last stage.
+        stages: PP x VPP.
     """
     count = len(costs)
     total = [0.0]
@@ -89,11 +90,12 @@ def balance(costs: Sequence[float], first: float, last: float, stages: int) -> l
 
 
 def layer_costs(flops: ForwardFlops, sequence_length: int) -> tuple[list[float], float, float]:
-    """Cost of each layer, of what comes before them and after them: forward FLOPs of one token, in whole numbers,
-    whose sums are exact: of stages that are alike none may look dearer.
+    """Returns the costs of each layer, of all before the layers and of all after: forward FLOPs of one token.
+
+    Costs are whole numbers, whose sums are exact, so that equal stages cost exactly the same.
 
     Args:
-        flops: of one sequence.
+        flops: forward FLOPs of one sequence.
     """
     layers = [float(round(flops_of_layer / sequence_length)) for flops_of_layer in flops.layers]
     before, after = (float(round(others / sequence_length)) for others in (flops.before, flops.after))
@@ -101,7 +103,7 @@ def layer_costs(flops: ForwardFlops, sequence_length: int) -> tuple[list[float],
 
 
 def layout_string(layers: Sequence[int]) -> str:
-    """Megatron's layout string: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages."""
+    """Returns Megatron's layout string: ``E`` embedding, ``t`` layer, ``L`` loss, ``|`` between stages."""
     rows = ["t" * count for count in layers]
     rows[0] = "E" + rows[0]
     rows[-1] += "L"

@@ -1,7 +1,7 @@
-"""How one parameter lies over the ranks that share it: the one truth for lowering, weights and checkpoint.
+"""Defines how one parameter lies over the ranks that share it, for lowering, weights and checkpoints alike.
 
-A placement speaks of the *HF* tensor: its name, its global shape, the axis that is cut. What a rank
-holds of it follows by arithmetic alone; nobody else decides it again.
+A placement describes the *HF* tensor: its name, its global shape, the axis that is cut. The shard of a rank
+follows by arithmetic alone; no other code decides it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TpGradient = Literal["complete", "partial"]
 
 @dataclass(frozen=True)
 class Placement:
-    """One HF parameter over the group of ranks that share it.
+    """Describes how one HF parameter lies over the group of ranks that share it.
 
     ``rank`` and ``size`` are everywhere those in ``group``.
 
@@ -66,14 +66,14 @@ class Placement:
 
     @property
     def component_sizes(self) -> tuple[int, ...]:
-        """Sizes along ``axis`` that are cut one by one, padding included."""
+        """Returns the sizes along ``axis`` that are cut one by one, padding included."""
         assert self.axis is not None
         return self.components or (self.padded or self.shape[self.axis],)
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Half-open ranges along ``axis`` of the global (unpadded) tensor that rank ``rank`` holds.
+        """Returns the half-open ranges along ``axis`` of the global (unpadded) tensor that rank ``rank`` holds.
 
-        One range for each component; a range that lies in the padding alone is empty (start == stop).
+        There is one range for each component; one that lies in the padding alone is empty (start == stop). Raises
         ValueError when the axis does not divide by ``size``, or there is no such rank.
         """
         assert self.axis is not None
@@ -88,7 +88,7 @@ class Placement:
         return found
 
     def _piece_sizes(self, size: int) -> list[int]:
-        """What one of ``size`` ranks holds of each component, along ``axis``."""
+        """Returns the length of each component along ``axis`` on one of ``size`` ranks."""
         for length in self.component_sizes:
             if length % size:
                 where = f"{length} along axis {self.axis}"
@@ -96,14 +96,14 @@ class Placement:
         return [length // size for length in self.component_sizes]
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of what each of ``size`` ranks holds; ValueError when the axis does not divide."""
+        """Returns the shape on each of ``size`` ranks; raises ValueError when the axis does not divide."""
         shape = list(self.shape)
         if self.axis is not None:
             shape[self.axis] = sum(self._piece_sizes(size))
         return tuple(reversed(shape)) if self.transposed else tuple(shape)
 
     def assemble(self, pieces: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """What a rank holds, from the pieces that ``ranges`` named (in HF's orientation)."""
+        """Joins the pieces that ``ranges`` named, in HF's orientation, into the tensor that a rank holds."""
         whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=self.axis or 0)
         if self.padded is not None:
             assert self.axis is not None
@@ -115,7 +115,7 @@ class Placement:
         return whole.t() if self.transposed else whole
 
     def shard(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """The piece of the full HF tensor that rank ``rank`` of ``size`` holds (a view where possible)."""
+        """Returns the shard of the full HF tensor that rank ``rank`` of ``size`` holds (a view where possible)."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"{self.name}: got shape {list(full.shape)}, expected {list(self.shape)}")
         if self.axis is None:
@@ -124,7 +124,7 @@ class Placement:
         return self.assemble(cuts, size)
 
     def unshard(self, local: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The full HF tensor from what all ranks hold (padding dropped); the inverse of ``shard``."""
+        """Returns the full HF tensor from the shards of all ranks (padding dropped); the inverse of ``shard``."""
         size = len(local)
         upright = [piece.t() if self.transposed else piece for piece in local]
         if self.axis is None:
@@ -137,14 +137,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class ReplicatedHeads:
-    """Which output rows of a projection a rank uses, where TP exceeds the heads of k and v.
+    """Tells which output rows of a projection a rank uses where TP exceeds the number of KV heads.
 
     The projection stays whole, and each rank computes the head that its query heads attend to, so the gradient of
     the whole is the sum over TP (the placement says ``partial``). Megatron's rule for ``num_query_groups < TP``
     assigns heads to ranks in the same way (megatron/core/transformer/attention.py).
 
     Attributes:
-        heads: of k, and of v.
+        heads: number of heads of k, and of v.
         components: sizes of q, k and v where they are packed into one projection; empty for k or v alone.
     """
 
@@ -153,11 +153,11 @@ class ReplicatedHeads:
 
     @property
     def of_components(self) -> tuple[int, ...]:
-        """Heads of each component that ranks have several times; 0 for q, of which each has a part of its own."""
+        """Returns the number of replicated heads in each component; 0 for q, which is cut between the ranks."""
         return (0, self.heads, self.heads) if self.components else (self.heads,)
 
     def rows(self, rank: int, size: int, features: int) -> list[tuple[int, int]]:
-        """Half-open ranges of output rows for TP rank ``rank`` of ``size``: its part of q, one head of k and v.
+        """Returns the half-open ranges of output rows of a TP rank: its part of q, one head each of k and v.
 
         Args:
             features: output rows of the whole projection.

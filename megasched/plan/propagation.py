@@ -1,8 +1,8 @@
-"""What follows from the cuts: what is gathered, where gradients are partial, and what stays whole after all.
+"""Derives what follows from the cuts: gathers, partial gradients, and cuts that are dropped again.
 
-It is found out by a run on meta, and made again as long as its own answer changes the cuts. The run does not meet
-parameters that values choose among (experts in a list): how their gradients are made up over TP is that of another
-one which was met, in the same list and of the same class, where both are whole. Nothing else is known of them.
+A run on meta shows it, and is evaluated again as long as the result changes the cuts. The run does not reach
+parameters that values choose among (experts in a list). Such a parameter takes its kind of gradient over TP from
+one that was reached, in the same list and of the same class, where both are whole. Without one it is refused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def follow_cuts(
     runs: AnalysisCache,
     roles: Roles,
 ) -> tuple[Plan, list[Problem]]:
-    """The plan with its layers and all that follows from the cuts, and what can't be made right.
+    """Returns the plan with its layers and all that follows from the cuts, and the problems found.
 
     Args:
-        inputs: example arguments of the model's forward; without them nothing is followed, and only pairs of a
-            column and a row that speak for themselves are taken.
-        runs: of the model on meta.
+        inputs: example arguments of the model's forward; without them only pairs of a column and a row linear in
+            one module are taken.
+        runs: cached runs of the model on meta.
     """
     problems: list[Problem] = []
     like: dict[str, str] = {}
@@ -83,8 +83,7 @@ def follow_cuts(
 def _propagate(
     model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: AnalysisCache, roles: Roles
 ) -> Plan:
-    """The plan with what follows from its cuts; columns of which it is not proven that a part will do are
-    gathered."""
+    """Returns the plan with the facts of its cuts; columns are gathered unless shards are proven to suffice."""
     forked = frozenset(record.path for record in plan.records_of("fork_rng"))
     gather = frozenset(
         record.path
@@ -122,7 +121,7 @@ def _propagate(
 
 
 def _sizes_on_a_rank(plan: Plan) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Linears and embeddings of which a rank has other sizes -> name of a parameter -> its shape there."""
+    """Maps linears and embeddings with other sizes on a rank to {name of a parameter: its shape there}."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for path in plan.cuts:
         for name in ("weight", "bias"):
@@ -138,14 +137,14 @@ def _why_whole(reader: str) -> str:
 
 
 def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
-    """Of experts that are shared out a rank has a part, and no other code is made to know that."""
+    """Returns a problem for each module of shared-out experts whose weights other code reads as a whole."""
     read = plan.derived.read_elsewhere
     remedy = "leave --expert-model-parallel-size at 1"
     return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
 def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, roles: Roles) -> set[str]:
-    """Columns that stay cut, and of whose sizes the code that follows may make something else on a rank."""
+    """Returns the cut columns after which code may depend on a size that differs on a rank."""
     settled = plan.derived.gather | plan.derived.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
     if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
@@ -162,13 +161,16 @@ def _is_padded(plan: Plan, path: str) -> bool:
 
 
 def _components(plan: Plan, path: str) -> tuple[int, ...]:
-    """Sizes of the projections packed into the output of a linear that is cut."""
+    """Returns the sizes of the projections packed into the output of a cut linear."""
     heads = plan.replicated_heads.get(path)
     return plan.placement(path, "weight").components if heads is None else heads.components
 
 
 def _lay_out_gathered(plan: Plan) -> tuple[Plan, list[Problem]]:
-    """What is gathered is cut in one piece, or it would come back in another order; heads play no part then."""
+    """Returns the plan with gathered columns cut in one piece, not by components or heads, and the problems.
+
+    Cut by components, their output would come back in another order.
+    """
     problems, placements = [], dict(plan.placements)
     for path in sorted(plan.derived.gather):
         if plan.cuts[path] == "features":
@@ -193,13 +195,13 @@ def _lay_out_gathered(plan: Plan) -> tuple[Plan, list[Problem]]:
 
 
 def with_sources(plan: Plan, problems: Sequence[Problem]) -> list[Problem]:
-    """Problems that a trial call showed, each with the schedule call that stands nearest to its module."""
+    """Returns the problems of trial calls, each with the source of the schedule call nearest to its module."""
     records = plan.records_where(lambda primitive: primitive.name == "shard" or primitive.replaces_modules)
     return [replace(problem, source=problem.source or _nearest(records, problem.module)) for problem in problems]
 
 
 def _nearest(records: Sequence[Record], path: str) -> str:
-    """Source of a record on the module, or else around it, below it or beside it; the root is around all."""
+    """Returns the source of a record on the module, or else below, around or beside it; the root is around all."""
     while True:
         inside = path + "." if path else ""
         for record in records:
@@ -211,10 +213,10 @@ def _nearest(records: Sequence[Record], path: str) -> str:
 
 
 def _with_partial_gradients(plan: Plan, like: Mapping[str, str]) -> dict[str, Placement]:
-    """The placements, with those parameters marked whose gradient is partial on each TP rank.
+    """Returns the placements, with those parameters marked whose gradient is partial on each TP rank.
 
     Args:
-        like: what was not met -> what it is like.
+        like: parameter that no run reached -> one that stands in for it.
     """
     placements = dict(plan.placements)
     partial = plan.derived.partial | plan.derived.sequence
@@ -233,11 +235,11 @@ def _with_partial_gradients(plan: Plan, like: Mapping[str, str]) -> dict[str, Pl
 def _like_those_met(
     plan: Plan, model: nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Parameter -> another that was met and stands for it, and what is wrong with those that have none.
+    """Maps each parameter that no run reached to one that stands in for it; a problem where there is none.
 
     Args:
-        model: what the labelled run was of.
-        inputs: its arguments.
+        model: model of the labelled run.
+        inputs: arguments of that run.
     """
     met, trained = plan.derived.met, {name for name, p in model.named_parameters() if p.requires_grad}
     unmet = {name for name in plan.placements if name in trained and name not in met}
@@ -257,7 +259,7 @@ def _like_those_met(
 
 
 def _met_twin(plan: Plan, model: nn.Module, name: str) -> str | None:
-    """The first of its kind that was met and is whole as it is."""
+    """Returns the first parameter of the same kind that a run reached, where both are whole; None without one."""
     others: Iterable[str] = (other for _, other in counterparts(model, name))
     whole = not plan.placements[name].sharded
     return next(

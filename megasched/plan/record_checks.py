@@ -1,4 +1,4 @@
-"""What is wrong with single records and with a definition; whether what is cut can be shared out."""
+"""Checks single records and the definition, and whether TP and EP divide what is cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megasched.plan.plan import Plan
 
 
 def check_records(schedule: Schedule, model: nn.Module) -> tuple[list[Problem], list[Record]]:
-    """What is wrong with each record by itself, and the shards of which nothing is."""
+    """Returns the problems of each record by itself, and the ``shard`` records that have none."""
     problems: list[Problem] = []
     sound: dict[tuple[str, str], Record] = {}
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
@@ -50,7 +50,7 @@ def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> 
 
 
 def check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
-    """Expert parallelism with nothing to share out is a mistake."""
+    """Returns a problem where expert parallelism is on and no experts are shared out."""
     ep, experts = plan.layout.ep, find_experts(model)
     if ep == 1 or plan.experts:
         return []
@@ -70,8 +70,10 @@ def check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
 
 
 def hooked_parameters(plan: Plan, model: nn.Module, *, by_trainer: bool) -> list[Problem]:
-    """A hook that a definition registers on a parameter as it is made would see a rank's gradient, or, in the
-    trainer, which has parameters of its own, none."""
+    """Returns a problem for each parameter on which the definition registered a gradient hook when it was made.
+
+    Such a hook would see a rank's gradient, or none in the trainer, which has parameters of its own.
+    """
     if not by_trainer and plan.layout.tp == 1:
         return []
     hooked = [
@@ -87,7 +89,7 @@ def hooked_parameters(plan: Plan, model: nn.Module, *, by_trainer: bool) -> list
 
 
 def hooks_on_all_modules() -> list[Problem]:
-    """Hooks that code has registered on every module there is: in a run some of these are others."""
+    """Returns a problem where code has registered hooks on all modules of the process: a run has other modules."""
     tables = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     hooks = [hook for table in tables for hook in getattr(torch.nn.modules.module, f"_global_{table}").values()]
     names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks if not is_theirs(hook)]
@@ -98,10 +100,11 @@ def hooks_on_all_modules() -> list[Problem]:
 
 
 def check_complete(plan: Plan, model: nn.Module) -> list[Problem]:
-    """A problem for each parameter of which no phase has decided how it lies and how its gradient is made up.
+    """Returns a problem for each parameter whose placement or kind of gradient no phase has decided.
 
-    The gradient of a whole parameter is complete on each rank, or partial; of what is cut, a rank has that of its
-    shard. A parameter that no run has met, and that values might choose, is refused where the cuts are followed.
+    The gradient of a whole parameter is complete on each rank, or partial. Of a cut parameter a rank has the
+    gradient of its shard. A parameter that no run has reached, and that values might choose, is refused where the
+    cuts are followed.
     """
     problems = []
     for name, parameter in model.named_parameters():
@@ -119,7 +122,7 @@ def check_complete(plan: Plan, model: nn.Module) -> list[Problem]:
 
 
 def check_sliced_args(plan: Plan) -> list[Problem]:
-    """A problem for each argument of which ranks can't take equal parts."""
+    """Returns a problem for each argument that ranks can't take equal parts of."""
     problems = []
     for (path, slot), part in plan.derived.parts.items():
         if part.count % plan.layout.tp:
@@ -129,9 +132,9 @@ def check_sliced_args(plan: Plan) -> list[Problem]:
 
 
 def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[Problem]:
-    """A problem for each attribute that the adapter names and that can't be divided by TP.
+    """Returns a problem for each attribute that the adapter names and that can't be divided by TP.
 
-    A module that a replacement put in another's place may count in a way of its own and lack them.
+    A module that a replacement put in another's place may count in its own way and lack them.
     """
     problems = []
     modules = dict(model.named_modules())
@@ -155,14 +158,16 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
 
 
 def local_value(plan: Plan, path: str, whole: int) -> int | None:
-    """What one rank has of a count that stands in the module at a path; None where it can't be divided."""
+    """Returns one rank's part of a count in the module at a path; None where it can't be divided."""
     inside = (heads.heads for inner, heads in plan.replicated_heads.items() if inner.startswith(path + "."))
     return local_count(whole, plan.layout.tp, inside)
 
 
 def sharded_attention(plan: Plan) -> Callable[[str], bool]:
-    """Whether the heads of the attention at a path are cut; an attention that was not seen to run is taken to be,
-    where a column inside it hands out a part."""
+    """Returns a predicate on paths: whether the heads of the attention there are cut.
+
+    An attention that no run has reached counts as cut where a column inside it hands out shards.
+    """
     cutting = {
         parent
         for path, cut in plan.cuts.items()
@@ -179,6 +184,6 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
-    """The object that holds an attribute, and the attribute's name on it."""
+    """Returns the object that holds an attribute, and the attribute's name on it."""
     prefix, _, field = name.rpartition(".")
     return (module.config if prefix == "config" else module), field

@@ -1,4 +1,4 @@
-"""From shard records to placements: how each parameter lies, or why it can't."""
+"""Turns ``shard`` records into placements, or tells why a parameter can't be cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megasched.plan.plan import Plan
 
 @dataclass
 class _Decided:
-    """What the records that were looked at so far have decided."""
+    """Collects what the records up to now have decided."""
 
     layout: ParallelDims
     canonical: Mapping[str, str]
@@ -42,7 +42,7 @@ class _Decided:
 def apply_shards(
     schedule: Schedule, model: nn.Module, plan: Plan, shards: Sequence[Record], vocab_multiple: int
 ) -> tuple[Plan, list[Problem]]:
-    """The plan with the placements and cuts that these records ask for, and what can't be done."""
+    """Returns the plan with the placements and cuts that these records ask for, and the problems."""
     problems: list[Problem] = []
     weights = {r.path: r for r in reversed(plan.records_of("shard")) if r.arguments["param"] == "weight"}
     whole = {name: Placement(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
@@ -63,7 +63,7 @@ def apply_shards(
 
 
 def leave_whole(plan: Plan, reasons: Mapping[str, str]) -> Plan:
-    """The plan without what ``apply_shards`` did for these paths, what is tied to them, and their adapters.
+    """Returns the plan with these modules, modules that are tied to them and their adapters left whole.
 
     Args:
         reasons: path -> why it stays whole.
@@ -129,7 +129,7 @@ def _apply_one(
 
 
 def _cut_adapter(module: nn.Module, made: _Decided, path: str) -> None:
-    """Of a cut linear's adapter, what meets the cut features is cut as they are; the rest is whole."""
+    """Cuts the part of a cut linear's adapter that meets the cut features; the other part stays whole."""
     cut = made.cuts.get(path)
     part = f"{path}.{B if cut == 'column' else A}"
     if not hasattr(module, A) or cut not in ("column", "row") or part in made.cuts:
@@ -146,7 +146,7 @@ def _cut_adapter(module: nn.Module, made: _Decided, path: str) -> None:
 
 
 def _share_out_experts(module: nn.Module, made: _Decided, record: Record) -> list[Problem]:
-    """All parameters of a module of experts are shared out, whichever of them the record names."""
+    """Shares out all parameters of a module of experts over EP, whichever of them the record names."""
     path, ep = record.path, made.layout.ep
     if ep == 1:
         return []
@@ -163,7 +163,7 @@ def _share_out_experts(module: nn.Module, made: _Decided, record: Record) -> lis
 
 
 def _check_bias(module: nn.Module, made: _Decided, record: Record) -> list[Problem]:
-    """A bias follows its weight; to shard it says nothing new, and is wrong where the weight says otherwise."""
+    """Returns a problem where a bias is not sharded with the outputs of its weight, which it always follows."""
     weight = made.weights.get(record.path)
     cut = None if weight is None else _cut_of(module, "weight", weight.arguments["axis"])
     if cut == "column" and record.arguments["axis"] == 0:
@@ -238,7 +238,7 @@ def _placement(
 
 
 def _tied_otherwise(made: _Decided, placement: Placement, record: Record) -> list[Problem]:
-    """A parameter that another module holds too, and cuts in another way."""
+    """Returns a problem where another module holds the parameter, too, and cuts it in another way."""
     before = made.placements[placement.name]
     if not before.sharded or before == placement:
         return []
@@ -248,7 +248,7 @@ def _tied_otherwise(made: _Decided, placement: Placement, record: Record) -> lis
 
 
 def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
-    """Tied parameters must be cut on every side. A module under two names is one side."""
+    """Returns a problem for each tied parameter that is not cut on every side; a module is one side."""
     first: dict[int, str] = {}
     every: Any = model.named_modules(remove_duplicate=False)
     path_of = {path: first.setdefault(id(module), path) for path, module in every}
@@ -271,7 +271,7 @@ def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
 def find_replicated_heads(
     schedule: Schedule, path: str, components: tuple[int, ...]
 ) -> ReplicatedHeads | Problem | None:
-    """How the heads of a projection to k or v are replicated; None where TP divides them; a problem otherwise."""
+    """Returns how the KV heads of a projection are replicated; None where TP divides them; else a problem."""
     tp, role, heads = schedule.layout.tp, schedule.role_of(path), schedule.roles.heads.get(path)
     if heads is None or heads % tp == 0:
         return None
@@ -288,7 +288,7 @@ def find_replicated_heads(
 
 
 def _uneven_queries(components: tuple[int, ...], heads: int, tp: int) -> Problem | None:
-    """The query heads that are packed with k and v must still divide."""
+    """Returns a problem where TP does not divide the query heads that are packed with k and v."""
     if not components:
         return None
     queries = components[0] // (components[1] // heads)

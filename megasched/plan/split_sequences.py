@@ -1,5 +1,4 @@
-"""What a plan says of sequences that ranks share, and of rows that hold several: context parallelism, sequence
-parallelism, ``--sft``."""
+"""Plans how context and sequence parallelism split sequences, and how rows hold several (``--sft``)."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megasched.plan.plan import Plan
 
 
 def plan_context(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:
-    """The plan with what context parallelism does; only Megatron's trainer trains a part of a sequence."""
+    """Returns the plan with the facts of context parallelism, and the problems; it needs Megatron's trainer."""
     if plan.layout.cp == 1:
         return plan, []
     structure = plan.structure
@@ -48,8 +47,10 @@ def _is_in(regions: Container[str], path: str) -> bool:
 
 
 def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[Problem]:
-    """Under sequence parallelism the code of layers, and that between them, sees a part of the sequence, but for
-    what is a region."""
+    """Returns a problem where code depends on the length of a sequence that sequence parallelism has split.
+
+    Code of the layers, and code between them, sees a part of the sequence, except in regions.
+    """
     structure = plan.structure
     if structure is None or not plan.layout.sp:
         return []
@@ -71,7 +72,10 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[
 
 
 def plan_packed_rows(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:
-    """The plan with whether rows can hold several sequences. That they can't is no problem before one does."""
+    """Returns the plan with the facts of rows that hold several sequences, and the problems.
+
+    A definition that can't take such rows is no problem until one comes.
+    """
     if not plan.layout.packed_sequences or plan.structure is None:
         return plan, []
     try:
@@ -95,10 +99,10 @@ def plan_packed_rows(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple
 
 
 def why_not_sequence_region(plan: Plan, path: str) -> str:
-    """Why a module can't be run on the whole sequence under context parallelism; empty where it can.
+    """Returns why a module can't run on the whole sequence under context parallelism; empty where it can.
 
-    Under sequence parallelism a row-parallel linear hands each TP rank a part of what it sees: of the whole
-    sequence that would be another part than of a context parallel rank's own.
+    Under sequence parallelism a row-parallel linear hands each TP rank a part of the sequence that it sees. Of the
+    whole sequence that part has other tokens than of a context parallel rank's sequence.
     """
     structure, derived = plan.structure, plan.derived
     if structure is None or structure.index_of(path) is None:

@@ -1,4 +1,4 @@
-"""Memory of each pipeline rank: what its modules were measured to take, times what the pipeline schedule holds."""
+"""Predicts the memory of each pipeline rank, from its modules' measured memory and the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FILLED = 3
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """Bytes of one micro-batch in a model chunk.
+    """Holds the bytes of one micro-batch in a model chunk.
 
     Attributes:
-        kept: from its forward to its backward.
+        kept: what stays alive from its forward to its backward.
         forward: the most that is alive during the forward.
         backward: the most that is alive during the backward.
     """
@@ -37,11 +37,11 @@ class ChunkMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank at its fullest moment.
+    """Holds the bytes on one pipeline rank at its fullest moment.
 
     Attributes:
         gradients: Megatron's gradient buffer.
-        optimizer: what of Adam's state and of the parameters in float32 this rank holds.
+        optimizer: this rank's part of Adam's state and of the parameters in float32.
         held: buffers, tables, communication buffers, and what was received last.
         activations: kept for backward passes, and what is alive for a moment beside it.
     """
@@ -58,7 +58,7 @@ class RankMemory:
 
 
 def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
-    """Of a stage of any number of layers: one layer with what the stage has at its ends, the others alone."""
+    """Returns a stage's memory, from one layer measured with the stage's ends and the others measured alone."""
     if stage.start == stage.stop:
         raise ValueError("a stage without layers has nothing to measure by")
     layers = measured.layers_of(stage)
@@ -77,7 +77,7 @@ def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
 
 
 def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatches: int) -> int:
-    """The most that a pipeline rank holds of activations at once during one step."""
+    """Returns the most bytes of activations that a pipeline rank holds at once during one step."""
     peak = kept = 0
     for work in order_of(rank, pp, len(chunks), microbatches):
         chunk = chunks[work.chunk]
@@ -92,15 +92,16 @@ def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatc
 def static_bytes(
     count: Count, layout: ParallelDims, dtype: torch.dtype, gradient_dtype: torch.dtype, *, sharded: bool
 ) -> tuple[int, int, int]:
-    """Parameters, gradients and optimizer state of a rank with so many numbers in its parameters, in bytes.
+    """Returns the bytes of a rank's parameters, gradients and optimizer state.
 
     Adam keeps two float32 numbers for each parameter, and the parameter itself in float32 where it is trained in
     16 bits (``megatron/core/optimizer/optimizer.py``). For 8-bit products Transformer Engine keeps two copies of a
     weight, by rows and by columns.
 
     Args:
-        gradient_dtype: of Megatron's gradient buffer.
-        sharded: the optimizer's state is shared by the ranks that have the same parameters (Megatron's
+        count: count of the numbers in the rank's parameters.
+        gradient_dtype: dtype of Megatron's gradient buffer.
+        sharded: whether the optimizer's state is sharded over the ranks that have the same parameters (Megatron's
             distributed optimizer).
     """
     replicas = layout.cp * layout.data_parallel_size if sharded else 1
@@ -120,13 +121,12 @@ def rank_memory(
     microbatches: int,
     sharded: bool,
 ) -> RankMemory:
-    """Memory of a pipeline rank.
+    """Returns the memory of a pipeline rank; is called inside ``fake_groups``.
 
     Args:
-        measured: inside ``fake_groups``.
         stages: all of them, in the order in which the model runs.
-        layout: with PP and VPP, which the session's may lack.
-        microbatches: of one step.
+        layout: its PP and VPP count, which the session's layout may lack.
+        microbatches: micro-batches of one step.
         sharded: as for ``static_bytes``.
     """
     own = list(stages)[rank :: layout.pp]
@@ -142,7 +142,7 @@ def rank_memory(
 
 
 def stages_of(session: Session, layout: ParallelDims, sequence_length: int) -> list[Stage]:
-    """All stages, in the order in which the model runs, cut as a run without flags of its own would cut them.
+    """Returns all stages in the order in which the model runs, cut as in a run without flags of its own.
 
     Raises:
         ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.

@@ -1,4 +1,4 @@
-"""A step of Megatron's pipeline schedules, event by event: what runs on each pipeline rank, and when.
+"""Plays a step of Megatron's pipeline schedules, event by event: what runs on each pipeline rank, and when.
 
 The orders are those of ``megatron/core/pipeline_parallel/schedules.py``: 1F1B without interleaving, and the
 interleaved schedule where a rank has several model chunks.
@@ -14,10 +14,10 @@ from megasched.trace.timeline import Span
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one micro-batch costs in one model chunk, in seconds.
+    """Holds the seconds of one micro-batch in one model chunk.
 
     Attributes:
-        send: to bring the hidden state to the next chunk, or its gradient to the one before.
+        send: seconds to bring the hidden state to the next chunk, or its gradient to the one before.
     """
 
     forward: float
@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """One forward or backward of a micro-batch in a model chunk of a rank."""
+    """Represents one forward or backward of a micro-batch in a model chunk of a rank."""
 
     forward: bool
     microbatch: int
@@ -35,7 +35,7 @@ class Work:
 
 
 def order_of(rank: int, pp: int, vpp: int, microbatches: int) -> list[Work]:
-    """What a pipeline rank does in one step, in order.
+    """Returns the forwards and backwards of a pipeline rank in one step, in order.
 
     Raises:
         ValueError: interleaving with micro-batches that are no multiple of PP, which Megatron refuses.
@@ -54,7 +54,7 @@ def order_of(rank: int, pp: int, vpp: int, microbatches: int) -> list[Work]:
 
 
 def _table(pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of forwards: PP micro-batches go through all chunks, then the next PP."""
+    """Returns (micro-batch, chunk) of the forwards, in order: PP micro-batches go through all chunks at a time."""
     if vpp == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     return [
@@ -66,8 +66,10 @@ def _table(pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
 
 
 def in_flight(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int, ...]]:
-    """What is alive on a rank at each work of a step: micro-batches of each chunk whose forward has run (the one
-    that runs now included) and whose backward has not ended."""
+    """Returns how many micro-batches of each chunk are alive on a rank, at each work of a step.
+
+    A micro-batch is alive from the start of its forward to the end of its backward.
+    """
     alive = [0] * vpp
     found = []
     for work in order_of(rank, pp, vpp, microbatches):
@@ -80,14 +82,14 @@ def in_flight(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int
 
 
 def simulate(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> list[Span]:
-    """The forwards and backwards of one step.
+    """Simulates one step, and returns its forwards and backwards.
 
     A rank does one thing at a time, in Megatron's order, and waits for what it needs: the hidden state of the
-    chunk before, the gradient of the chunk after. ``send`` passes between the end there and the begin here.
+    chunk before, the gradient of the chunk after. ``send`` seconds pass between their end and its start.
 
     Args:
         chunks: [PP][VPP], the model's chunks by rank.
-        microbatches: of the step.
+        microbatches: micro-batches of the step.
 
     Returns:
         Spans of all ranks, ordered by rank and start.

@@ -1,4 +1,4 @@
-"""``megasched plan``: which layouts fit a job, fastest first, as flags of Megatron's."""
+"""Runs ``megasched plan``: finds the layouts that fit a job, fastest first, as flags of Megatron's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megasched.trainer.session import Session, open_session
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What came of a search.
+    """Holds the results of a search.
 
     Attributes:
-        fitting: fastest first.
-        out: the others.
+        fitting: candidates that can be run, fastest first.
+        out: candidates that can't.
     """
 
     job: Job
@@ -32,7 +32,7 @@ class PlanReport:
     out: list[Candidate]
 
     def ranked(self) -> list[Candidate]:
-        """The fastest of each TP, PP, CP and EP; others differ from it in micro-batch, chunks or recompute."""
+        """Returns the fastest of each TP, PP, CP and EP; others differ in micro-batch, chunks or recompute."""
         first: dict[tuple[int, ...], Candidate] = {}
         for one in self.fitting:
             layout = one.layout
@@ -40,17 +40,17 @@ class PlanReport:
         return list(first.values())
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Of one GPU."""
+        """Returns the tokens per second of one GPU."""
         assert candidate.time is not None
         return self.job.global_batch_size * self.job.sequence_length / candidate.time.total / self.job.gpus
 
     def reasons(self) -> list[tuple[str, int]]:
-        """Why layouts are out, and how many are; memory is one reason."""
+        """Returns the reasons why layouts are out, with the number of each; memory is one reason."""
         found = Counter("more memory than there is" if one.too_large else one.why_out for one in self.out)
         return found.most_common()
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON, in the form that ``megasched tune --warm-start`` reads."""
+        """Returns the report as plain data for JSON, in the form that ``megasched tune --warm-start`` reads."""
         return {
             "model": self.hf_model,
             "gpu": self.job.hardware.name,
@@ -105,13 +105,13 @@ def plan(
     Args:
         hf_model: only its config is read.
         gpu: a known type, or a TOML file.
-        fp8_recipe: of 8-bit training; None for bf16.
-        grad_reduce_in_bf16: gradients are summed and sent in bf16.
-        largest_context: of CP; layouts with more ranks for a sequence are not looked at.
+        fp8_recipe: recipe of 8-bit training; None for bf16.
+        grad_reduce_in_bf16: sum and send gradients in bf16.
+        largest_context: largest CP of the layouts that are looked at.
         on_group: called with TP, CP and EP of the layouts that come next.
 
     Raises:
-        ConfigError: whatever can't be used as given.
+        ConfigError: an argument can't be used as given.
     """
     hardware = load_hardware(gpu)
     if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
@@ -143,8 +143,11 @@ def plan(
 def _opened_sessions(
     hf_model: str, schedule: str, sequence_length: int, overrides: Sequence[str], trust_remote_code: bool
 ) -> Callable[[ParallelDims], Session]:
-    """A function from layouts to sessions: one is opened for those with CP and one for those without, when the
-    first of them is asked for; the others share what it knows of the model."""
+    """Returns a function from layouts to sessions.
+
+    It opens one session with CP and one without, when the first layout of that kind is asked for; other layouts
+    share what these know of the model.
+    """
     opened: dict[bool, Session] = {}
 
     def session_for(layout: ParallelDims) -> Session:
@@ -161,7 +164,7 @@ def _opened_sessions(
 
 
 def recompute_words(candidate: Candidate) -> list[str]:
-    """Megatron's flags of its recompute."""
+    """Returns Megatron's flags for the recompute of a candidate; empty where it has none."""
     if candidate.recompute_granularity is None:
         return []
     count = candidate.recompute_num_layers
@@ -171,7 +174,7 @@ def recompute_words(candidate: Candidate) -> list[str]:
 
 
 def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
-    """The flags of a candidate, as words of a command line."""
+    """Returns the flags of a candidate, as words of a command line."""
     layout, job = candidate.layout, report.job
     words = layout.flags()
     words += ["--micro-batch-size", str(layout.micro_batch_size)]
@@ -189,7 +192,7 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
 
 
 def slurm_words(report: PlanReport, candidate: Candidate) -> list[str]:
-    """The command that submits it to Slurm; what is missing is data, learning rate, and where to save."""
+    """Returns the command that submits a candidate to Slurm, without data, learning rate, and where to save."""
     job = report.job
     each = min(job.gpus, job.hardware.gpus_per_node)
     launch = ["megasched", "launch", "slurm", "--nodes", str(job.gpus // each), "--gpus-per-node", str(each)]

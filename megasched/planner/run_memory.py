@@ -1,4 +1,4 @@
-"""What a run takes on each pipeline rank, as Megatron's own arguments give that run."""
+"""Computes the memory of a run on each pipeline rank, from Megatron's own arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megasched.trainer.stages.stage import Stage
 def run_memory(
     args: Namespace, session: Session, stages: list[Stage], *, microbatches: int
 ) -> tuple[RankMemory, ...]:
-    """In a process without process groups.
+    """Returns the memory of each pipeline rank of a run; the process must have no process groups.
 
     Args:
-        args: Megatron's, validated.
-        session: of the run.
+        args: Megatron's arguments, validated.
+        session: session of the run.
         stages: all of them, in the order in which the model runs.
-        microbatches: of one step.
+        microbatches: micro-batches of one step.
 
     Raises:
         ConfigError: the model computes by values, and can't be measured without them.

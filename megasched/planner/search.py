@@ -1,4 +1,4 @@
-"""Every layout that a job could have, each with its memory and time, or why it is out."""
+"""Searches every layout that a job could have, each with its memory and time, or why it is out."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ RECOMPUTE = (None, "full")
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what.
+    """Describes a training job and the hardware that it is for.
 
     Attributes:
-        open_session: the model under a schedule, for a layout.
-        dtype: of parameters.
-        gradient_dtype: of the gradients that Megatron sums and sends.
+        open_session: opens the model under a schedule, for a layout.
+        dtype: dtype of parameters.
+        gradient_dtype: dtype of the gradients that Megatron sums and sends.
         fp8: 8-bit training of the layers.
-        largest_context: of CP.
+        largest_context: largest CP.
     """
 
     open_session: Callable[[ParallelDims], Session]
@@ -54,12 +54,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its recompute.
+    """Represents a layout with its recompute.
 
     Attributes:
         recompute_granularity: Megatron's: None or "full".
         recompute_num_layers: layers of each stage that are recomputed, its first ones; None for all.
-        memory: of each pipeline rank; there may be none where one of them has no room.
+        memory: memory of each pipeline rank; may be empty where one of them has no room.
         why_out: empty for one that can be run.
         too_large: whether it is out for memory.
     """
@@ -79,7 +79,7 @@ class Candidate:
 
 
 def search(job: Job, *, on_group: Callable[[ParallelDims], Any] = lambda layout: None) -> list[Candidate]:
-    """All candidates: those that fit by their time, then the others.
+    """Returns all candidates: those that fit, fastest first, then the others.
 
     Args:
         on_group: called with TP, CP and EP of the layouts that come next.
@@ -116,7 +116,7 @@ def _of_context(job: Job, on_group: Callable[[ParallelDims], Any], cp: int) -> l
 
 
 def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
-    """TP inside a node, and EP, for which the ranks of TP and CP count, too; powers of two."""
+    """Yields layouts of TP inside a node and EP, which may lie over the ranks of TP and CP, in powers of two."""
     session = job.open_session(ParallelDims(context_parallel_size=cp))
     _refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
@@ -139,7 +139,7 @@ def _refuse_loops(session: Session) -> None:
 
 
 def _experts(session: Session) -> int:
-    """Of a layer, where the model has any that can be shared out."""
+    """Returns the most experts of a layer that can be sharded over EP; 1 where there are none."""
     return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
 
 
@@ -193,10 +193,10 @@ def _of_session(job: Job, group: ParallelDims, session: Session) -> Iterator[Can
 def _least_recompute(
     job: Job, plain: Measurements, full: Measurements, stages: Sequence[Stage], whole: Candidate
 ) -> Candidate:
-    """The fewest layers of each stage whose recompute makes room enough.
+    """Returns the candidate that recomputes the fewest layers of each stage and still fits.
 
     Args:
-        whole: with all of them recomputed, which fits.
+        whole: candidate with all layers recomputed, which fits.
     """
     found, low, high = whole, 1, max(stage.stop - stage.start for stage in stages)
     while low < high:
@@ -211,14 +211,14 @@ def _least_recompute(
 
 
 def _reason(error: MegaschedError) -> str:
-    """In one line."""
+    """Returns the message of an error in one line."""
     if isinstance(error, ScheduleError):
         return "; ".join(dict.fromkeys(problem.what for problem in error.problems))
     return str(error).partition("\n")[0]
 
 
 def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: ParallelDims) -> str:
-    """Why a layout is out before anything is measured: without activations it has no room already."""
+    """Returns why a layout has no room even without activations, before anything is measured; else empty."""
     ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
     largest = max(sum(static_bytes(held, layout, job.dtype, job.gradient_dtype, sharded=True)) for held in ranks)
     return _not_fitting(largest, job.hardware, "parameters, gradients and optimizer: ")
@@ -230,7 +230,7 @@ def _not_fitting(size: int, hardware: Hardware, what: str = "") -> str:
 
 
 def _layouts(job: Job, group: ParallelDims, session: Session) -> Iterator[ParallelDims]:
-    """PP, VPP and micro-batches that divide what they must."""
+    """Yields the layouts of a group whose PP, VPP and micro-batches divide what they must."""
     assert session.plan.structure is not None
     layers = session.plan.structure.count
     ranks = job.gpus // (group.tp * group.cp)
@@ -256,8 +256,11 @@ def _layouts(job: Job, group: ParallelDims, session: Session) -> Iterator[Parall
 
 
 def _chunks(pp: int, layers: int, microbatches: int) -> list[int]:
-    """Numbers of model chunks: for each number of layers the stages that have no fewer, and those that have no
-    more (126 layers two by two are 63 stages; 64 have the head for a layer). Interleaving takes groups of PP."""
+    """Returns the numbers of model chunks to try.
+
+    For each number of layers they are of the stages that have no fewer, and of those that have no more (126 layers
+    two by two are 63 stages; 64 have the head for a layer). Interleaving takes groups of PP.
+    """
     if pp == 1 or microbatches % pp:
         return [1]
     sizes = range(1, layers // pp + 1)

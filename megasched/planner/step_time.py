@@ -1,4 +1,4 @@
-"""How long a step takes: the work of each chunk on the hardware, and the pipeline schedule played through."""
+"""Predicts how long a step takes: the work of each chunk on the hardware, played through the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PLAYED = 2, 4
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step.
+    """Holds the seconds of one step.
 
     Attributes:
-        compute: of the busiest pipeline rank, all micro-batches.
-        sending: of that rank, collective operations of TP, CP and EP.
-        waiting: of that rank, for other stages: the pipeline's bubble and what is sent between stages.
-        gradients: to reduce gradients and gather parameters over DP, as far as it is not hidden.
-        optimizer: its step.
-        chunks: [PP][VPP], what one micro-batch takes in each model chunk.
+        compute: computing of the busiest pipeline rank, over all micro-batches.
+        sending: collective operations of TP, CP and EP on that rank.
+        waiting: waiting of that rank for other stages: the pipeline's bubble, and sends between stages.
+        gradients: reduction of gradients and gathering of parameters over DP, as far as it is not hidden.
+        optimizer: step of the optimizer.
+        chunks: [PP][VPP], seconds of one micro-batch in each model chunk.
     """
 
     compute: float
@@ -52,7 +52,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name; they add up to the step."""
+        """Returns the parts of the step by name; they add up to it."""
         return {name: getattr(self, name) for name in ("compute", "sending", "waiting", "gradients", "optimizer")}
 
     @property
@@ -61,7 +61,7 @@ class StepTime:
 
 
 def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
-    """Forward and backward of one micro-batch in a stage."""
+    """Returns the work of the forward and of the backward of one micro-batch in a stage."""
     layers = measured.layers_of(stage)
     end, at = measured.end(stage)
     others = layers[:-1] if at else layers[1:]
@@ -70,8 +70,11 @@ def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
 
 
 def groups_of(layout: ParallelDims) -> dict[str, Group]:
-    """Megatron's groups. Its order of ranks is TP, CP, DP, PP; those of experts have a grid of their own, in which
-    it is EP, DP, PP (``megatron/core/parallel_state.py``)."""
+    """Returns Megatron's groups by name.
+
+    Its order of ranks is TP, CP, DP, PP; those of experts have a grid of their own, in which it is EP, DP, PP
+    (``megatron/core/parallel_state.py``).
+    """
     tp, cp, ep = layout.tp, layout.cp, layout.ep
     of_stage = tp * cp * layout.data_parallel_size
     return {
@@ -84,7 +87,7 @@ def groups_of(layout: ParallelDims) -> dict[str, Group]:
 
 
 def pass_seconds(work: Work, layout: ParallelDims, hardware: Hardware, itemsize: int) -> tuple[float, float]:
-    """One pass of one micro-batch: seconds that compute, and that send without computing."""
+    """Returns the seconds in which one pass of a micro-batch computes, and in which it sends without computing."""
     products = hardware.product_seconds(work)
     overlapped = _TENSOR if layout.tp_comm_overlap else ""
     alone, behind = hardware.send_seconds(work, groups_of(layout), overlapped)
@@ -99,7 +102,7 @@ def step_time(
     *,
     microbatches: int,
 ) -> StepTime:
-    """Of a layout whose stages these are, in the order in which the model runs."""
+    """Returns the step time of a layout with these stages, in the order in which the model runs."""
     setting, data_parallel = measured.setting, layout.data_parallel_size
     wire = measured.layer(0).output
     behind = layout.tp * layout.cp * data_parallel  # ranks from one stage to the next
@@ -127,7 +130,7 @@ def step_time(
 
 
 def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
-    """Seconds of the pipeline schedule; from some point on each micro-batch takes the same time."""
+    """Returns the seconds of the pipeline schedule; from some point on each micro-batch takes the same time."""
     few, many = (count * len(chunks) for count in _PLAYED)
     if microbatches <= many:
         return max(span.end for span in simulate(chunks, microbatches))
@@ -138,11 +141,11 @@ def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
 def _gradients(
     chunks: Sequence[Chunk], hardware: Hardware, count: Count, groups: Mapping[str, Group], itemsize: int
 ) -> float:
-    """What of Megatron's overlapped reduction of gradients and gathering of parameters is not hidden.
+    """Returns the seconds of Megatron's overlapped gradient reduction and parameter gathering that are not hidden.
 
     Args:
-        count: of a rank's parameters.
-        groups: by name.
+        count: count of a rank's parameters.
+        groups: the groups of ranks by name.
         itemsize: bytes of a gradient.
     """
     backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
@@ -157,7 +160,7 @@ def _gradients(
 
 
 def _shared_seconds(hardware: Hardware, group: Group, size: int) -> float:
-    """To reduce or gather so many bytes, of which each rank of a group has a part afterwards or before."""
+    """Returns the seconds to reduce or gather so many bytes, of which each rank has a part after or before."""
     if group.ranks == 1 or not size:
         return 0.0
     return hardware.link(group.span).seconds(size * (group.ranks - 1) / group.ranks)

@@ -1,1 +1,1 @@
-"""What a real run did when: recorded on each rank, gathered into one file in Chrome's trace format, read again."""
+"""Traces a real run: records on each rank, gathers one file in Chrome's trace format, and reads it again."""

@@ -1,4 +1,4 @@
-"""Spans of a run in Chrome's trace format, which Perfetto and chrome://tracing show: written and read.
+"""Writes and reads spans of a run in Chrome's trace format, which Perfetto and chrome://tracing show.
 
 Each rank is a process of the trace, each span a complete event (``"ph": "X"``) whose category is the span's kind;
 iteration, micro-batch and chunk stand in its ``args``. Times are in microseconds.
@@ -32,7 +32,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where a rank stands in the layout: its number within each kind of group."""
+    """Tells where a rank stands in the layout: its number within each kind of group."""
 
     pp: int
     tp: int
@@ -46,13 +46,13 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run.
+    """Holds a recorded run.
 
     Attributes:
-        places: global rank -> where it stands.
+        places: global rank -> its coordinates.
         iterations: number as in Megatron's log -> spans of all ranks, ordered by rank and start; their times count
             from the first span of that iteration.
-        clock_error: what the ranks' clocks may differ by, in seconds.
+        clock_error: by how much the ranks' clocks may differ, in seconds.
     """
 
     places: dict[int, RankCoordinates]
@@ -63,11 +63,11 @@ class Trace:
 def trace_pieces(
     ranks: Iterable[tuple[int, RankCoordinates, Mapping[int, Sequence[Span]]]], about: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The text of a trace file, rank by rank.
+    """Yields the text of a trace file, rank by rank.
 
     Args:
-        ranks: global rank, where it stands, and its spans by iteration, all on one clock.
-        about: of the whole run, read when the last rank has been; plain data.
+        ranks: global rank, its coordinates, and its spans by iteration, all on one clock.
+        about: plain data on the whole run, read after the last rank.
     """
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     places: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _Wrong(Exception):
-    """What is wrong with the contents."""
+    """Says what is wrong with the contents of a trace."""
 
 
 def _trace(found: dict[str, Any], about: dict[str, Any]) -> Trace:

@@ -1,4 +1,4 @@
-"""Clocks of a rank: marks that cost nothing when they are made, and turned into seconds later."""
+"""Defines clocks of a rank: marks cost nothing when they are made, and are turned into seconds later."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, mark: Any) -> float:
-        """On this rank's clock. It may wait until the work before the mark is done."""
+        """Returns when a mark was reached on this rank's clock; may wait until the work before it is done."""
         ...
 
 
 class WallClock:
-    """Of a CPU, where work is done when its call returns."""
+    """Reads the clock of a CPU, where work is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -35,7 +35,7 @@ class WallClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream: a mark waits for nothing, the device stamps it when it gets there."""
+    """Marks times by CUDA events on the current stream: no mark waits, the device stamps it when it gets there."""
 
     def __init__(self) -> None:
         import torch
@@ -59,7 +59,7 @@ class CudaClock:
 
 
 def start_clock() -> tuple[Clock, list[float]]:
-    """All ranks together: this rank's clock, and when it left each of some barriers, on that clock.
+    """Starts this rank's clock, on all ranks together; also returns when it left each of some barriers.
 
     Ranks leave a barrier at nearly the same time, so that their clocks can be compared (`offset`).
     """
@@ -75,16 +75,16 @@ def start_clock() -> tuple[Clock, list[float]]:
 
 
 def host() -> str:
-    """Tells machines apart by their last start: since then their clock counts, which all processes share."""
+    """Returns what identifies a machine's last start: all processes since then share its clock."""
     return read_text("/proc/sys/kernel/random/boot_id", BOOT_ID).strip()
 
 
 def offset(left: Sequence[float], left_there: Sequence[float]) -> tuple[float, float]:
-    """How far one rank's clock is ahead of another's, and what that is uncertain by, in seconds.
+    """Returns by how much one rank's clock is ahead of another's, and how uncertain that is, in seconds.
 
     Args:
-        left: when the one left each barrier, on its clock.
-        left_there: the same of the other.
+        left: when the first rank left each barrier, on its clock.
+        left_there: when the other left each, on its own.
 
     Returns:
         The median of the differences, and half of their range.

@@ -1,4 +1,4 @@
-"""From one file a rank to one file: without a collective, so that a rank that fails holds up nobody for long."""
+"""Gathers one file a rank into one, without a collective, so that a rank that fails holds up nobody for long."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FORM = {"rank": int, "place": {str: int}, "host": str, "barriers": [float], "it
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank recorded.
+    """Holds what one rank recorded.
 
     Attributes:
-        host: what tells the machine (`clocks.host`): ranks of one machine have one clock.
-        barriers: when it left each, on its clock, in seconds.
+        host: identifies the machine (`clocks.host`): ranks of one machine have one clock.
+        barriers: when the rank left each barrier, on its clock, in seconds.
         iterations: number -> spans, on its clock.
     """
 
@@ -44,7 +44,8 @@ class RankSpans:
 
     @classmethod
     def read(cls, path: Path) -> RankSpans:
-        """
+        """Reads the file of one rank.
+
         Raises:
             ConfigError: there is no such file, or something else has changed it.
         """
@@ -62,7 +63,8 @@ def part_path(file: Path, rank: int) -> Path:
 
 
 def write_part(file: Path, part: RankSpans) -> None:
-    """
+    """Writes the file of one rank.
+
     Raises:
         OSError: it can't be written.
     """
@@ -70,10 +72,10 @@ def write_part(file: Path, part: RankSpans) -> None:
 
 
 def gather(file: Path, world_size: int, *, seconds: float = WAIT_SECONDS) -> list[int]:
-    """Rank 0: puts all parts into the one file and removes them.
+    """Puts the parts of all ranks into the one file and removes them; rank 0 calls it.
 
     Args:
-        seconds: to wait for parts that are not there yet.
+        seconds: time to wait for parts that are not there yet.
 
     Returns:
         Ranks whose part has not come; the file is without them, the parts of the others are removed.
@@ -102,7 +104,7 @@ def _await_parts(file: Path, world_size: int, deadline: float) -> list[int]:
 def _on_one_clock(
     file: Path, ranks: Sequence[int], about: dict[str, Any]
 ) -> Iterator[tuple[int, RankCoordinates, dict[int, list[Span]]]]:
-    """The parts, one after the other; times count from the last barrier on the first one's clock."""
+    """Yields the parts one by one; times count from the last barrier on the first part's clock."""
     first: RankSpans | None = None
     for rank in ranks:
         part = RankSpans.read(part_path(file, rank))

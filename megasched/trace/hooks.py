@@ -1,4 +1,4 @@
-"""Where a step of Megatron is listened to: in force for the steps that are recorded, gone after them."""
+"""Wraps functions of a Megatron step to record it, only for the steps that are recorded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COMMUNICATE = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator
 
 @contextmanager
 def listening(recorder: Recorder, optimizer: Any, config: Any) -> Iterator[None]:
-    """Records what Megatron runs inside.
+    """Runs its body and records what Megatron does in it.
 
     Args:
-        optimizer: that ``train_step`` steps.
-        config: of the model; its ``finalize_model_grads_func`` is called once a step.
+        optimizer: the optimizer that ``train_step`` steps.
+        config: config of the model; its ``finalize_model_grads_func`` is called once a step.
     """
     undos = [
         set_attribute(FORWARD, _forward(recorder, resolve(FORWARD))),
@@ -77,7 +77,7 @@ def _communicate(recorder: Recorder, communicate: Callable[..., Any]) -> Callabl
 
 
 def _sent(*, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool, **_named: Any) -> str:
-    """``send forward, receive backward``; empty where a call has nothing to do."""
+    """Describes a call as in ``send forward, receive backward``; empty where a call has nothing to do."""
     done = {
         "send forward": tensor_send_next is not None,
         "receive forward": recv_prev,
@@ -88,7 +88,7 @@ def _sent(*, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv
 
 
 class _Awaited:
-    """A request that is still under way; waiting for it is recorded."""
+    """Wraps a request that is still under way, and records the wait for it."""
 
     def __init__(self, request: Any, name: str, recorder: Recorder) -> None:
         self._request, self._name, self._recorder = request, name, recorder
@@ -102,7 +102,7 @@ class _Awaited:
 
 
 def _wrap_member(recorder: Recorder, owner: Any, member: str, kind: Any, name: str) -> Undo:
-    """Replaces what ``owner.member`` gives, on this one object, until undone."""
+    """Replaces the function ``owner.member``, on this one object, by one that is recorded; returns the undo."""
     function = getattr(owner, member)
     own = vars(owner).get(member)
 

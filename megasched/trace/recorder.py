@@ -1,4 +1,4 @@
-"""Spans of one rank while they are recorded."""
+"""Collects the spans of one rank while they are recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasched.trace.timeline import Kind, Span
 
 @dataclass(frozen=True)
 class _Open:
-    """A span whose ends are still marks of the clock."""
+    """Holds a span whose ends are still marks of the clock."""
 
     kind: Kind
     microbatch: int | None
@@ -28,8 +28,8 @@ class Recorder:
     """Collects spans by iteration; the times are looked up at the end.
 
     Attributes:
-        rank: global one.
-        iteration: that what is recorded now belongs to, counted as in Megatron's log.
+        rank: global rank.
+        iteration: the iteration that is being recorded, counted as in Megatron's log.
     """
 
     rank: int
@@ -42,22 +42,22 @@ class Recorder:
     def span(
         self, kind: Kind, microbatch: int | None = None, chunk: int | None = None, name: str = ""
     ) -> Iterator[None]:
-        """Records what runs inside; nothing when it raises."""
+        """Runs its body and records it as a span; nothing when it raises."""
         start = self.clock.mark()
         yield
         found = _Open(kind, microbatch, chunk, name, start, self.clock.mark())
         self._open.setdefault(self.iteration, []).append(found)
 
     def remember(self, output: Any, microbatch: int | None, chunk: int | None) -> None:
-        """Which forward an output is of: its backward is given the output, and told nothing else."""
+        """Notes which forward made an output: its backward is given the output, and nothing else."""
         self._running[_identity(output)] = (microbatch, chunk)
 
     def recall(self, output: Any) -> tuple[int | None, int | None]:
-        """(micro-batch, chunk) of the forward that made an output, once."""
+        """Returns (micro-batch, chunk) of the forward that made an output, once; after that (None, None)."""
         return self._running.pop(_identity(output), (None, None))
 
     def spans(self) -> dict[int, list[Span]]:
-        """Iteration -> spans in the order in which they ended, in seconds on this rank's clock."""
+        """Returns iteration -> spans in the order in which they ended, in seconds on this rank's clock."""
         return {
             iteration: [
                 Span(
@@ -76,5 +76,5 @@ class Recorder:
 
 
 def _identity(output: Any) -> int:
-    """Of the tensor itself: Megatron's schedules keep it from the forward to the backward."""
+    """Returns the id of the tensor itself, which Megatron's schedules keep from the forward to the backward."""
     return id(output[0] if isinstance(output, list) else output)

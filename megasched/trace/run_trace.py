@@ -1,4 +1,4 @@
-"""``--megasched-trace FILE``: which steps of a run are recorded, and what happens around them."""
+"""Decides which steps of a run ``--megasched-trace FILE`` records, and writes the file after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ FLAG = "--megasched-trace"
 
 
 def check_trace_file(name: str) -> None:
-    """
+    """Checks that a trace can be written to a file.
+
     Raises:
         ConfigError: no file can be written there.
     """
@@ -32,7 +33,7 @@ def check_trace_file(name: str) -> None:
 
 
 def trace_conflicts(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the iterations to be recorded, in words."""
+    """Returns a line that says what is wrong with the iterations to be recorded; empty where nothing is."""
     if args.megasched_trace is None or args.profile_step_end > args.profile_step_start:
         return []
     return [
@@ -42,7 +43,7 @@ def trace_conflicts(args: argparse.Namespace) -> list[str]:
 
 
 class RunTrace:
-    """Records some steps of a run on this rank; on rank 0 it makes the file of all of them as well."""
+    """Traces some steps of a run on this rank; on rank 0 it also makes the file of all ranks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.file = args, Path(args.megasched_trace)
@@ -59,7 +60,7 @@ class RunTrace:
             self.done = True
 
     def step(self, train_step: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-        """Runs one step.
+        """Runs one step, and records it if it is among those to be recorded.
 
         Args:
             given: the arguments of Megatron's ``train_step`` by name.
@@ -91,7 +92,7 @@ class RunTrace:
         self.recorder = Recorder(rank, clock)
 
     def _finish(self) -> None:
-        """A trace that can't be written is no reason to end a run."""
+        """Writes what was recorded; only prints an error, as a missing trace is no reason to end a run."""
         import torch
 
         assert self.recorder is not None
@@ -121,7 +122,7 @@ def _place() -> RankCoordinates:
 
 
 def _say(text: str, rank: int | None = None) -> None:
-    """On stderr; of what holds for all ranks, rank 0 speaks."""
+    """Prints to stderr; without a rank the text holds for all, and rank 0 alone prints it."""
     import torch
 
     if rank is not None or torch.distributed.get_rank() == 0:

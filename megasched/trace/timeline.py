@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does when: predicted by the planner, or recorded from a run."""
+"""Defines what each rank of a pipeline does when, predicted by the planner or recorded from a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Kind = Literal["forward", "backward", "communication", "optimizer"]
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work of one rank.
+    """Describes one piece of work of one rank.
 
     Attributes:
         rank: pipeline rank where it is predicted, global rank where it is recorded.
-        microbatch: which one of the step, from 0; None for work of the whole step.
-        chunk: which model chunk of the rank (VPP), from 0; None for work of the whole rank.
+        microbatch: index of the micro-batch in the step, from 0; None for work of the whole step.
+        chunk: index of the model chunk on the rank (VPP), from 0; None for work of the whole rank.
         start, end: in seconds from the beginning of the step.
-        name: what a viewer calls it, where the kind does not say all.
+        name: label in a viewer, where the kind does not say all.
     """
 
     rank: int

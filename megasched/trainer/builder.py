@@ -1,4 +1,4 @@
-"""The model builder on Megatron's official extension point: ``GPTModelConfig.builder`` names this class."""
+"""Defines the model builder on Megatron's official extension point, ``GPTModelConfig.builder``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> Any:
-        """One model chunk of this rank."""
+        """Builds one model chunk of this rank."""
         config = self._model_config.transformer
         # With it Megatron sums gradients of parameters *named* q_layernorm or k_layernorm over TP
         # (megatron/core/distributed/finalize_model_grads.py:453); ours are summed where the placement says so.
@@ -85,11 +85,11 @@ class ScheduledModelBuilder(GPTModelBuilder):
 
 
 def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:
-    """All stages, in the order in which the model runs.
+    """Returns all stages, in the order in which the model runs.
 
     Args:
         config: Megatron's ``TransformerConfig`` of the run.
-        structure: of the definition.
+        structure: layer stack of the definition.
     """
     # Megatron counts calls of layers that are called several times, and no stage holds a part of them.
     found = [(0, structure.count)] if structure.repeated else _stages(config, pp)
@@ -97,7 +97,7 @@ def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:
 
 
 def _stages(config: Any, pp: int) -> list[tuple[int, int]]:
-    """The layers of every stage, half open, in the order in which the model runs."""
+    """Returns the half-open range of layers of every stage, in the order in which the model runs."""
     vp_size = config.virtual_pipeline_model_parallel_size
     chunks: list[int | None] = [None] if vp_size is None else list(range(vp_size))
     counts = [_layers(config, chunk, rank) for chunk in chunks for rank in range(pp)]
@@ -105,7 +105,7 @@ def _stages(config: Any, pp: int) -> list[tuple[int, int]]:
 
 
 def _layers(config: Any, vp_stage: int | None, pp_rank: int) -> int:
-    """How many layers a model chunk of a rank has."""
+    """Returns the number of layers that a model chunk of a rank has."""
     layout = config.pipeline_model_parallel_layout
     if layout is None:
         return get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)

@@ -1,6 +1,6 @@
-"""The session of this process, which Megatron's model builder and the seams take up.
+"""Holds the session of this process, which Megatron's model builder and the seams take up.
 
-Importing it imports neither torch nor Megatron.
+Importing this module imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _current: list[Session] = []
 
 
 def set_session(session: Session) -> None:
-    """Makes this the process's session, which Megatron's model builder takes up."""
+    """Makes a session the one of this process, which Megatron's model builder takes up."""
     _current[:] = [session]
 
 
 def get_session() -> Session:
-    """The process's session.
+    """Returns the process's session.
 
     Raises:
         ConfigError: none was opened: the run was not started through megasched.
@@ -34,5 +34,5 @@ def get_session() -> Session:
 
 
 def has_session() -> bool:
-    """Whether this process trains a definition."""
+    """Returns whether this process trains a definition, so that there is a session."""
     return bool(_current)

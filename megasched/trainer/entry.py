@@ -1,9 +1,8 @@
-"""``python -m megasched script.py ...``: a Megatron training script, unmodified, under a schedule.
+"""Runs a Megatron training script, unmodified, under a schedule: ``python -m megasched script.py ...``.
 
-What is arranged before the script runs as ``__main__``: the flags are in Megatron's parser, Megatron's
-extension point for models (``GPTModelConfig.builder``, ``megatron/training/models/gpt.py``) names ours,
-and, in a rehearsal, CUDA is emulated. A failure ends with one message and a process that is gone: the
-launcher then ends the other ranks.
+Before the script runs as ``__main__``, the flags are put in Megatron's parser, Megatron's extension point for
+models (``GPTModelConfig.builder``, ``megatron/training/models/gpt.py``) is set to ours, and, in a rehearsal, CUDA
+is emulated. A failure ends with one message and a process that is gone: the launcher then ends the other ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ AFTERMATH = re.compile(r"Connection (?:closed|reset) by peer|remote process exit
 
 @dataclass(frozen=True)
 class Megatron:
-    """The Megatron that this process imports.
+    """Describes the Megatron that this process imports.
 
     Attributes:
         folder: the folder ``megatron`` that holds ``core`` and ``training``.
@@ -124,7 +123,7 @@ class _OwnParser(argparse.ArgumentParser):
 
 
 def megasched_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """megasched's flags alone; Megatron's are passed over, not judged.
+    """Parses megasched's flags alone; Megatron's are passed over, not judged.
 
     Raises:
         ConfigError: one of megasched's flags lacks its value.
@@ -134,7 +133,7 @@ def megasched_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def find_script(script: str) -> tuple[Path, bool]:
-    """Absolute path of the script, and whether it is one that megasched brings along.
+    """Returns the absolute path of the script, and whether it is one that megasched brings along.
 
     A file of the user's comes before a bundled one of the same name.
 
@@ -151,7 +150,7 @@ def find_script(script: str) -> tuple[Path, bool]:
 
 
 def check_inputs(script: str, own: argparse.Namespace) -> None:
-    """Looks for what the flags name, before anything heavy is imported.
+    """Checks that what the flags name exists, before anything heavy is imported.
 
     Raises:
         ConfigError: no schedule, no model, or a path that is not there.
@@ -180,7 +179,7 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
 
 
 def write_whole_lines() -> None:
-    """Has each line that this process prints written at once, its end included.
+    """Makes this process write each line that it prints at once, its end included.
 
     Ranks share a pipe. Under ``python -u`` a line and its end are two writes, and what another rank prints
     meanwhile stands between them, on the same line. Writes of up to ``PIPE_BUF`` bytes are not mixed (pipe(7)).
@@ -192,11 +191,11 @@ def write_whole_lines() -> None:
 
 
 def arrange_process(path: Path, bundled: bool, mode: str) -> None:
-    """Makes this process one in which a training script runs under a schedule.
+    """Prepares this process for a training script that runs under a schedule.
 
     Args:
-        path, bundled: of the script, as ``find_script`` gives them.
-        mode: as ``rehearsal_mode`` gives it.
+        path, bundled: the script, as ``find_script`` returns it.
+        mode: as ``rehearsal_mode`` returns it.
 
     Raises:
         ConfigError: Megatron is missing or not supported, or what a patch changes is not there.
@@ -223,7 +222,7 @@ def put_first(folder: Path) -> None:
 
 
 def find_megatron() -> Megatron:
-    """Which Megatron this process will import; nothing of it is imported yet.
+    """Finds the Megatron that this process will import; nothing of it is imported yet.
 
     Raises:
         ConfigError: there is none, it is in pieces from two places, or its version is not supported.
@@ -262,10 +261,10 @@ def _package_folder(package: str) -> Path:
 
 
 def apply_patches(mode: str = "") -> None:
-    """Applies what this installation needs; the emulation of CUDA first, before Megatron binds functions.
+    """Applies the patches of this installation; CUDA is emulated first, before Megatron binds functions.
 
     Args:
-        mode: as ``rehearsal_mode`` gives it; empty where CUDA is there or emulated already.
+        mode: as ``rehearsal_mode`` returns it; empty where CUDA is there or emulated already.
     """
     if mode:
         patches.apply("host_cuda", force=mode == "force")
@@ -275,7 +274,7 @@ def apply_patches(mode: str = "") -> None:
 
 
 def set_builder() -> None:
-    """Has Megatron build scheduled models."""
+    """Makes Megatron build scheduled models."""
     from megatron.training.models.gpt import GPTModelConfig
 
     # A class variable that Megatron reads by name when it builds (`training/models/base.py:84`).
@@ -286,7 +285,7 @@ def set_builder() -> None:
 
 
 def _rank(*names: str) -> int:
-    """The first of these environment variables that is set, as torchrun or Slurm sets them; 0 without."""
+    """Returns the value of the first variable that torchrun or Slurm has set; 0 where none is set."""
     return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
 
 
@@ -296,7 +295,7 @@ def _say(text: str) -> None:
 
 
 def _fail(error: MegaschedError) -> NoReturn:
-    """Says what is wrong, once for the job where that can be arranged, and ends this process."""
+    """Prints what is wrong, once for the job where that can be arranged, and ends this process."""
     rank = _await_rank_0()
     where = f" on rank {rank}" if rank else ""
     if os.environ.get(TRACEBACK) == "1":
@@ -306,7 +305,7 @@ def _fail(error: MegaschedError) -> NoReturn:
 
 
 def _await_rank_0() -> int:
-    """Returns this rank; all but rank 0 wait for a while, in which the launcher ends them if rank 0 has failed."""
+    """Returns this rank; all but rank 0 wait first, so that the launcher may end them if rank 0 has failed."""
     rank = _rank("RANK", "SLURM_PROCID")
     if rank:
         local = min(_rank("LOCAL_RANK", "SLURM_LOCALID"), STAGGERED_RANKS)

@@ -1,9 +1,9 @@
-"""``--hang-timeout-minutes``: a rank that makes no step any more says where it is, and ends.
+"""Ends a rank that makes no step any more, after printing where it is: ``--hang-timeout-minutes``.
 
-A collective that one rank never joins blocks all others, and which one is to blame shows in the stacks of all.
-So a rank that has spoken waits a little before it ends: a launcher stops all ranks as soon as one has ended.
-``faulthandler`` waits in a thread without Python and the timer is the kernel's: both work while the interpreter is
-blocked in compiled code.
+A collective that one rank never joins blocks all others, and the stacks of all ranks show which one is to blame.
+So a rank that has printed its stacks waits a little before it ends: a launcher stops all ranks as soon as one has
+ended. ``faulthandler`` waits in a thread without Python, and the timer is the kernel's: both work while the
+interpreter is blocked in compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGGER = 0.25
 
 
 def minutes(text: str) -> float:
-    """The flag's value; a type for argparse.
+    """Parses the flag's value; a type for argparse.
 
     Raises:
         argparse.ArgumentTypeError: it is not a positive number.
@@ -40,10 +40,11 @@ def minutes(text: str) -> float:
 
 
 class HangWatch:
-    """Of this process.
+    """Watches the steps of this process and ends it when none comes.
 
     Args:
-        minutes: without a step, after which all stacks are printed; ``GRACE`` later SIGALRM ends the process.
+        minutes: time without a step after which all stacks are printed; ``GRACE`` seconds later SIGALRM ends the
+            process.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -57,11 +58,11 @@ class HangWatch:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def step(self) -> None:
-        """A step begins or has ended: the time runs anew."""
+        """Restarts the timer, as a step begins or has ended."""
         faulthandler.dump_traceback_later(self.seconds)
         signal.setitimer(signal.ITIMER_REAL, self.seconds + GRACE)
 
     def end(self) -> None:
-        """No step is waited for any more."""
+        """Stops the timer, as no step is waited for any more."""
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""A micro-batch of packed sequences, as Megatron hands it over and as a definition takes it."""
+"""Converts a micro-batch of packed sequences from Megatron's form to the one that a definition takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megasched.plan.plan import Plan
 
 
 def unpack_rows(params: PackedSeqParams, rows: int, length: int) -> PackedRows:
-    """What Megatron says of packed sequences, for a micro-batch of so many rows.
+    """Returns where sequences begin in the rows of a micro-batch, from Megatron's packed parameters.
 
     Raises:
         ConfigError: another form than that of Megatron's fine-tuning data.
@@ -29,7 +29,9 @@ def unpack_rows(params: PackedSeqParams, rows: int, length: int) -> PackedRows:
 
 
 def as_rows(ids: torch.Tensor | None, params: PackedSeqParams, micro_batch_size: int) -> torch.Tensor | None:
-    """[1, b * s] -> [b, s]: Megatron joins all rows to one, but sends hidden states of b rows between stages.
+    """Reshapes token ids or labels from [1, b * s] to [b, s]; None stays None.
+
+    Megatron joins all rows to one, but sends hidden states of b rows between stages.
 
     Args:
         micro_batch_size: b, where ``params`` do not say how long a row is.
@@ -40,11 +42,11 @@ def as_rows(ids: torch.Tensor | None, params: PackedSeqParams, micro_batch_size:
 
 
 def packed_arguments(plan: Plan, rows: PackedRows, device: torch.device) -> dict[str, Any]:
-    """What tells a definition where sequences begin, beside its masks.
+    """Returns the forward arguments that tell a definition where sequences begin, beside its masks.
 
     Raises:
         ConfigError: the run was not planned for packed sequences.
-        ScheduleError: a row holds several, and the definition would mix them.
+        ScheduleError: a row holds several sequences, and the definition would mix them.
     """
     packed = plan.packed
     if packed is None:

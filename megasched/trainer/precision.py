@@ -1,4 +1,4 @@
-"""What keeps its precision where Megatron's Float16Module casts a whole model chunk; what is no number."""
+"""Keeps dtypes where Megatron's Float16Module casts a whole model chunk, and finds NaN values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import nn
 
 @contextmanager
 def keeping_precision(model: nn.Module, float32: Collection[str], following: Collection[str]) -> Iterator[None]:
-    """Parameters and buffers of these names, and buffers that are no part of the state, are cast to no other dtype
-    inside; they are moved all the same.
+    """Runs its body, in which a model may be cast or moved, and keeps the dtypes of certain tensors.
 
-    A rotary table in bfloat16 would be wrong at long range. HF itself computes such buffers in float32 and never
-    casts them.
+    These are the parameters and buffers in ``float32``, and buffers outside of the state. They are moved all the
+    same. A rotary table in bfloat16 would be wrong at long range. HF itself computes such buffers in float32 and
+    never casts them.
 
     Args:
-        following: buffers that are no part of the state, and are cast (``buffers_following_dtype``).
+        float32: names of parameters and buffers.
+        following: buffers outside of the state that are cast (``buffers_following_dtype``).
     """
 
     def keeps(name: str, outside_of_state: bool) -> bool:
@@ -42,7 +43,7 @@ def keeping_precision(model: nn.Module, float32: Collection[str], following: Col
 
 
 def with_nan(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of those with a value that is NaN. The CPU waits for a GPU once."""
+    """Returns the names of tensors with a NaN; without a suspect the CPU waits for a GPU only once."""
     # Infinities of both signs have a sum that is NaN, too. torch has no sum of 8-bit floats.
     sums = {
         name: value.sum().isnan()

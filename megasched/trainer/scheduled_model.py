@@ -1,4 +1,4 @@
-"""``ScheduledModel``: one stage of a scheduled definition, as Megatron's trainer wants a model chunk to be."""
+"""Defines ``ScheduledModel``: one stage of a scheduled definition, as a model chunk of Megatron's trainer."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _PREFIX = "definition."
 
 
 class ScheduledModel(MegatronModule):
-    """A definition, lowered for this rank's stage.
+    """Represents a definition that is lowered for this rank's stage.
 
     Attributes:
         definition: the HF model; modules of other stages are hollow.
         pre_process, post_process, vp_stage, pg_collection, input_tensor: as Megatron's trainer reads them.
-        not_loaded: HF names of parameters that the checkpoint being loaded is not asked for; they stay as they
-            are.
+        not_loaded: HF names of parameters that are not read from the checkpoint being loaded; they keep their
+            values.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class ScheduledModel(MegatronModule):
         stages: Sequence[Stage] = (),
         packing: BoundaryCodec | None = None,
     ) -> None:
-        """
+        """Lowers a definition for a stage, and fills it from a source of weights.
+
         Args:
             stages: all stages, in the order in which the model runs.
-            packing: how stage boundaries are crossed; None where the hidden state crosses them as it is.
+            packing: codec of the stage boundaries; None where only the hidden state crosses them, as it is.
         """
         super().__init__(config)
         self._packing = packing
@@ -104,7 +105,7 @@ class ScheduledModel(MegatronModule):
         self._share(stages)
 
     def _build(self, schedule: Schedule, source: WeightSource) -> Mapping[str, str]:
-        """Lowers the definition; the names of buffers that have another now, and which they had."""
+        """Lowers the definition; returns its renamed buffers: name now -> name in the definition."""
         plan, structure = self.plan, self.plan.structure
         assert structure is not None
         context = BuildContext(
@@ -141,8 +142,10 @@ class ScheduledModel(MegatronModule):
     # embeddings -------------------------------------------------------------------------------------
 
     def _tie(self) -> None:
-        """Marks tied and embedding weights as Megatron's LanguageModule does
-        (megatron/core/models/common/language_module/language_module.py)."""
+        """Marks tied and embedding weights as Megatron's LanguageModule does.
+
+        See megatron/core/models/common/language_module/language_module.py.
+        """
         canonical = self.plan.canonical
         names = self._end_names()
         tied = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
@@ -158,7 +161,7 @@ class ScheduledModel(MegatronModule):
                 weight.shared = not self.stage.first
 
     def _share(self, stages: Sequence[Stage]) -> None:
-        """Marks what this stage shares with others as Megatron marks the tied embedding: counted once."""
+        """Marks parameters that stages share as Megatron marks the tied embedding, so that one copy counts."""
         canonical = self.plan.canonical
         ends = {canonical[name] for name in self._end_names()}
         shared = shared_parameters(self.plan, stages)
@@ -170,7 +173,7 @@ class ScheduledModel(MegatronModule):
                 parameter.shared = stages[owner] != self.stage
 
     def shared_copies(self) -> dict[str, nn.Parameter | torch.Size]:
-        """What stages share and train: name -> the copy here, or the shape of what is not here."""
+        """Maps each trained parameter that stages share to this stage's copy, or else to its local shape."""
         copies = {self.plan.canonical.get(name, ""): p for name, p in self.definition.named_parameters()}
         return {
             name: copies[name] if name in copies else torch.Size(self.plan.local_shape(self.plan.placements[name]))
@@ -179,7 +182,7 @@ class ScheduledModel(MegatronModule):
         }
 
     def _ends(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """The embedding of tokens and the head over the vocabulary, where the definition has them."""
+        """Returns the embedding of tokens and the head over the vocabulary; None for one that does not exist."""
         first, last = self.definition.get_input_embeddings(), self.definition.get_output_embeddings()
         return first if hasattr(first, "weight") else None, last
 
@@ -191,7 +194,7 @@ class ScheduledModel(MegatronModule):
         return None if first is None else first.weight, None if last is None else last.weight
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The tied weight on this stage, whose gradient Megatron sums over the embedding group."""
+        """Returns the tied weight on this stage, whose gradient Megatron sums over the embedding group."""
         embedding, head = self._weights()
         if self.stage.first:
             return embedding
@@ -200,7 +203,7 @@ class ScheduledModel(MegatronModule):
     # forward ----------------------------------------------------------------------------------------
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Megatron hands over what the previous stage sent: [s (/ tp under SP), b, h]."""
+        """Takes from Megatron what the previous stage sent: [s (/ tp under SP), b, h]."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -213,19 +216,19 @@ class ScheduledModel(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        """One micro-batch through this stage; under context parallelism s is a rank's part of the sequence.
+        """Runs one micro-batch through this stage; under context parallelism s is a rank's part of the sequence.
 
         Args:
             input_ids: [b, s] on the first stage.
             attention_mask: [b, s], 1 for a token and 0 for padding, on every stage, where the objective has it. A
                 causal language model does not use it: one causal sequence a row.
-            position_ids: not used; positions are what the definition makes them by itself, those of this rank's
-                part, or those of packed sequences.
-            loss_mask: as the labels; told to a definition whose own code computes the loss.
+            position_ids: not used, but checked once under context parallelism; the definition makes positions
+                itself, or gets those of this rank's part or of packed sequences.
+            loss_mask: in the shape of the labels; for a definition whose own code computes the loss.
             labels: [b, s] on the last stage, shifted already where they are the next tokens; [b] of images.
-            packed_seq_params: where sequences begin that share a row, on every stage. Megatron hands over all rows
+            packed_seq_params: where sequences that share a row begin, on every stage. Megatron hands over all rows
                 as one then, [1, b * s]; positions begin anew with each sequence.
-            inputs: what else the objective gives the definition, by HF's names.
+            inputs: other arguments that the objective gives the definition, by HF's names.
 
         Returns:
             [s (/ tp under SP), b, h] for the next stage; on the last one the loss of each label, [b, s] or [b], or
@@ -259,15 +262,17 @@ class ScheduledModel(MegatronModule):
         return loss if packed_seq_params is None else loss.view(shape)
 
     def _labels(self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> dict[str, Any]:
-        """Arguments of the definition's forward by which it computes its loss, where it does."""
+        """Returns the forward arguments from which the definition computes its loss; empty where it does not."""
         assert self.plan.structure is not None
         if isinstance(self._loss, DefinitionLoss):
             return self._loss.arguments(labels, loss_mask, self._wire)
         return {"labels": labels} if self.plan.structure.calls_loss else {}
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-        """Arguments of the definition's forward: the real ones, or zeros of the batch's shape where a later stage
-        gets none and no layer here reads them."""
+        """Returns the forward arguments; on later stages it first reads what the previous stage sent.
+
+        An argument that a later stage does not get, and no layer there reads, is zeros of the batch's shape.
+        """
         wire, sent = self._wire, self.input_tensor
         wire.open = True
         if self.stage.first:
@@ -293,7 +298,7 @@ class ScheduledModel(MegatronModule):
         return found
 
     def _masks(self, params: PackedSeqParams | None) -> tuple[AbstractContextManager[None], dict[str, Any]]:
-        """In what masks are made, and arguments of the definition's forward beside them."""
+        """Returns the context in which masks are made, and the forward arguments that go with it."""
         rows = None if params is None else unpack_rows(params, self._wire.batch, self._wire.length)
         given = {} if rows is None else packed_arguments(self.plan, rows, self._device)
         if rows is not None and rows.several:
@@ -303,7 +308,7 @@ class ScheduledModel(MegatronModule):
         return context_masks(self._context.zigzag, self._context.gather), given
 
     def _positions(self, ids: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Places of this rank's tokens in the sequence, which a definition can't know by itself."""
+        """Returns the positions of this rank's tokens, which the definition can't know, if it takes them."""
         sequence = self.plan.sequence
         assert self._context is not None
         assert sequence is not None
@@ -322,20 +327,22 @@ class ScheduledModel(MegatronModule):
     # precision --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScheduledModel:
-        """As ``nn.Module`` does it, for Float16Module."""
+        """Applies ``fn`` as ``nn.Module`` does, for Float16Module, inside ``keeping_precision``."""
         with self.keeping_precision():
             super()._apply(fn, recurse)
         return self
 
     def keeping_precision(self) -> AbstractContextManager[None]:
-        """In which what transformers keeps in float32 is cast to no other dtype."""
+        """Returns a context in which what transformers keeps in float32 is not cast to another dtype."""
         return keeping_precision(self.definition, self._float32, buffers_following_dtype(self.definition))
 
     # checkpoints ------------------------------------------------------------------------------------
 
     def local_parameters(self) -> dict[str, tuple[nn.Parameter, ParamMapping]]:
-        """Name in the lowered definition -> (this rank's parameter, the HF tensors it is made of); ties by their
-        first local name."""
+        """Maps names in the lowered definition to (this rank's parameter, the HF tensors it is made of).
+
+        Tied parameters stand under their first local name.
+        """
         placements, canonical = self.plan.placements, self.plan.canonical
         return {
             name: (parameter, self._assemblies.get(name) or ParamMapping((placements[canonical[name]],)))
@@ -343,7 +350,7 @@ class ScheduledModel(MegatronModule):
         }
 
     def names_with_nan(self) -> list[str]:
-        """HF names of parameters and persistent buffers that have NaN on this rank."""
+        """Returns the HF names of parameters and persistent buffers that have NaN on this rank."""
         held = self.local_parameters()
         parameters = with_nan({name: parameter.detach() for name, (parameter, _) in held.items()})
         names = dict.fromkeys(held[name][1].name for name in parameters)
@@ -354,10 +361,10 @@ class ScheduledModel(MegatronModule):
         return {name: pair for name, pair in held if pair[1].name not in self.not_loaded}
 
     def shard_owner(self, assembly: ParamMapping, dp_rank: int) -> ShardOwner:
-        """Where this rank stands among those that share a parameter.
+        """Returns this rank's piece and replica among the ranks that share a parameter.
 
         Args:
-            dp_rank: among the replicas of what is no expert.
+            dp_rank: rank among the replicas of parameters that are not experts'.
         """
         groups, part = self.pg_collection, assembly.parts[0]
         if part.group == "ep":
@@ -369,7 +376,7 @@ class ScheduledModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Entries under HF names with global shapes."""
+        """Returns the checkpoint entries, with HF names and global shapes."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
@@ -382,7 +389,7 @@ class ScheduledModel(MegatronModule):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies what was loaded into this rank's parameters and buffers; every name must be there, in its shape.
+        """Copies loaded values into this rank's parameters and buffers; each must be there, in its shape.
 
         Raises:
             CheckpointMismatch: ends the process, whatever ``strict`` says.

@@ -1,6 +1,6 @@
-"""What one run works on: the definition, its schedule, and the plan; made once in each process.
+"""Defines the session of a run: the definition, its schedule, and the plan; made once in each process.
 
-Made while arguments are parsed, before any process group exists, so that a schedule that can't be built ends
+It is made while arguments are parsed, before any process group exists, so that a schedule that can't be built ends
 every rank at once.
 """
 
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """One run's model.
+    """Holds the model of one run.
 
     Attributes:
-        definition: pristine, parameters on meta; nobody changes it, but for what is not trained.
+        definition: pristine, parameters on meta; nobody changes it, except that unreached parameters are frozen.
         schedule: the user's records on it.
         replaced: the definition after replacements; the same object where there are none.
         renamed: parameter of a replaced module -> parameter of the definition it stands for.
         vocab_multiple: vocabularies are padded to a multiple of this.
-        known: what sessions of other layouts have in common with this one.
-        structure: how ``replaced`` runs, where that is known.
-        source: where the weights come from.
+        known: what sessions of other layouts share with this one.
+        structure: layer stack of ``replaced``, where that is known.
+        source: provides the weights.
         batch_shape: [b, s] of a micro-batch.
-        eval_micro_batch_size: b in validation, where it is another.
+        eval_micro_batch_size: b in validation, where it differs.
         hf_model: where the config came from.
-        reach: what training reaches, once ``freeze_unreached`` was called.
+        reach: parameters that training reaches, once ``freeze_unreached`` was called.
     """
 
     definition: PreTrainedModel
@@ -78,7 +78,7 @@ class Session:
 
     @cached_property
     def plan(self) -> Plan:
-        """The validated plan; vocabularies are padded as Megatron pads its tokenizer's.
+        """Returns the validated plan; vocabularies are padded as Megatron pads its tokenizer's.
 
         Raises:
             ScheduleError: with every problem found.
@@ -111,10 +111,10 @@ class Session:
         return plan
 
     def freeze_unreached(self, batch: int, length: int) -> None:
-        """Parameters that such batches never reach are not trained; to be called before there is a plan.
+        """Freezes parameters that micro-batches of this size never reach; to be called before there is a plan.
 
         Args:
-            batch, length: of a micro-batch; code may use some modules on long sequences alone.
+            batch, length: size of a micro-batch; code may use some modules on long sequences alone.
         """
         if self.structure is None:
             return
@@ -134,7 +134,7 @@ class Session:
         return self.known.runs if self.replaced is self.definition else AnalysisCache()
 
     def _refuse_state_between_stages(self, plan: Plan) -> None:
-        """Of a model with modules replaced, what the user put there counts, too."""
+        """Raises ScheduleError where the layers, replaced modules included, can't be cut into pipeline stages."""
         structure, model = plan.structure, self.replaced
         if structure is None:
             return
@@ -146,7 +146,7 @@ class Session:
             raise ScheduleError(Problem(what, remedy=WITHOUT_STAGES))
 
     def forward_flops(self, sequence_length: int) -> ForwardFlops:
-        """FLOPs of the forward of one sequence.
+        """Returns the FLOPs of the forward of one sequence.
 
         Raises:
             ScheduleError: the definition does not run on meta at this length.
@@ -162,8 +162,9 @@ class Session:
 
     @property
     def training_flops(self) -> float:
-        """FLOPs to train a causal language model on one sequence: of the forward, and twice as many of the
-        backward. What is recomputed is not counted again, as in Megatron.
+        """Returns the FLOPs to train a causal language model on one sequence: three times those of the forward.
+
+        The backward takes twice as many as the forward. Recomputation is not counted again, as in Megatron.
 
         Raises:
             ScheduleError: the definition does not run on meta at this length.
@@ -171,7 +172,7 @@ class Session:
         return 3.0 * self.forward_flops(self.batch_shape[1]).total
 
     def pipeline_layout(self, sequence_length: int) -> str | None:
-        """Megatron's layout string of ``stage_layers``; None without a pipeline.
+        """Returns Megatron's layout string of ``stage_layers``; None without a pipeline.
 
         Raises:
             ScheduleError: more stages than layers, or cuts that do not fit.
@@ -180,7 +181,7 @@ class Session:
         return None if layers is None else layout_string(layers)
 
     def stage_layers(self, sequence_length: int, layout: ParallelDims | None = None) -> list[int] | None:
-        """Layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
+        """Returns the layers of each stage by this schedule's cuts, or balanced by cost; None without a pipeline.
 
         Args:
             layout: another than the schedule's, of which PP and VPP count.
@@ -206,7 +207,7 @@ class Session:
         return asked
 
     def layer_costs(self, sequence_length: int) -> tuple[list[float], float, float]:
-        """What layers, and what comes before and after them, weigh in a cut.
+        """Returns the costs of the layers, and of what comes before and after them, for balancing stages.
 
         Raises:
             ScheduleError: the definition does not run on meta at this length.
@@ -216,10 +217,11 @@ class Session:
     def packing(
         self, boundaries: list[int], dtype: torch.dtype, batch_shape: tuple[int, int]
     ) -> BoundaryCodec | None:
-        """How stage boundaries before these layers are crossed; None where the hidden state crosses as it is.
+        """Returns the codec of these stage boundaries; None where only the hidden state crosses them, as it is.
 
         Args:
-            dtype: of parameters.
+            boundaries: indices of the layers that begin a stage.
+            dtype: dtype of parameters.
             batch_shape: rows of a micro-batch, and tokens in each.
         """
         structure, layout = self.plan.structure, self.plan.layout
@@ -244,11 +246,11 @@ class Session:
         return packing
 
     def sent_width(self, packing: BoundaryCodec | None) -> int:
-        """The w of what stages send, [s, b, w].
+        """Returns the width w of the tensors that stages send, [s, b, w].
 
         Args:
-            packing: as ``packing`` gives it. The hidden state as it is may be wider than the config's: there are
-                architectures with several residual streams.
+            packing: as ``packing`` returns it. Without it the width is that of the hidden state, which may be
+                wider than the config's: there are architectures with several residual streams.
         """
         structure = self.plan.structure
         assert structure is not None
@@ -257,13 +259,14 @@ class Session:
         return width
 
     def with_layout(self, layout: ParallelDims) -> Session:
-        """This model with its schedule in another layout, without finding out again what does not depend on it.
+        """Returns a session of this model in another layout, sharing all that does not depend on the layout.
 
         Args:
             layout: with CP like this one's, or without like this one's: under CP definitions make other masks.
 
         Raises:
             ConfigError, ScheduleError: the schedule can't be used with this layout.
+            ValueError: one of the layouts has CP, and the other has not.
         """
         own = self.schedule.layout
         if (own.cp > 1) != (layout.cp > 1):
@@ -271,7 +274,7 @@ class Session:
         return _open(self.known, layout, self.vocab_multiple // own.tp)
 
     def copy_of_definition(self) -> Any:
-        """A definition (replacements made) for one stage to take apart."""
+        """Returns a copy of the definition (replacements made) for one stage to take apart."""
         return copy_module(self.replaced)
 
 
@@ -286,15 +289,15 @@ def open_session(
     objective: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> Session:
-    """Config, definition, adapter and schedule of a run.
+    """Loads the config, definition, adapter and schedule of a run.
 
     Args:
-        schedule: what ``--model-schedule`` says.
-        hf_model: what ``--hf-model`` says; only its config is read.
-        layout: what the flags say.
+        schedule: the value of ``--model-schedule``.
+        hf_model: the value of ``--hf-model``; only its config is read.
+        layout: the layout of the flags.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
-        objective: what ``--objective`` says.
+        objective: the value of ``--objective``.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
@@ -316,7 +319,7 @@ def _open(known: ScheduledDefinition, layout: ParallelDims, make_vocab_size_divi
 
 
 def _refuse_changed_state(plan: Plan) -> None:
-    """What a forward changes by what it is given would be another one on each replica."""
+    """Raises ScheduleError where a forward changes parameters or buffers, which would differ by replica then."""
     structure = plan.structure
     if structure is None or max(plan.layout.data_parallel_size, plan.layout.cp) == 1:
         return
@@ -332,10 +335,10 @@ def _first(names: Sequence[str]) -> str:
 
 
 def refuse_stages(plan: Plan, config: Any) -> None:
-    """What no stage can do for the layers of others.
+    """Refuses models whose layers can't be cut into pipeline stages.
 
     Raises:
-        ScheduleError: the model can't be cut into pipeline stages.
+        ScheduleError: with the reason.
     """
     structure = plan.structure
     if structure is None:

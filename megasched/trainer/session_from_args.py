@@ -1,4 +1,4 @@
-"""From flags that Megatron has parsed to the process's session: what is checked, changed and said on the way."""
+"""Opens the process's session from flags that Megatron has parsed, with its checks, defaults and notices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
 
 
 def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
-    """Ends a run of which nothing shows that it computes what the definition does."""
+    """Refuses a run without evidence that it computes what the definition does."""
     if args.require_certificate is not None:
         subject = subject_of(schedule, session.definition, session.plan.layout)
         require_certificate(Path(args.require_certificate), subject)
@@ -87,7 +87,7 @@ def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
 
 
 def _refuse_batches(session: Session, args: Namespace) -> None:
-    """Ends a run whose micro-batches, or what Megatron does with their gradients, do not go with the plan."""
+    """Refuses a run whose micro-batches, or Megatron's handling of their gradients, do not go with the plan."""
     plan, rows = session.plan, (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
     refuse_loss_of_batches(session.replaced, plan.structure, ((each, args.seq_length) for each in rows))
     refuse_per_token(plan, args.calculate_per_token_loss)
@@ -96,7 +96,7 @@ def _refuse_batches(session: Session, args: Namespace) -> None:
 
 
 def _describe_run(session: Session, source: WeightSource, args: Namespace) -> None:
-    """Says to the session what the flags say of the run: where its weights come from, and its batches."""
+    """Sets on the session what the flags say of the run: where its weights come from, and its batches."""
     session.hf_model = Path(args.hf_model)
     adapters = adapter_names(adapted(session.schedule.records))
     session.source = AdaptedSource(source, adapters, args.seed) if adapters else source
@@ -106,7 +106,7 @@ def _describe_run(session: Session, source: WeightSource, args: Namespace) -> No
 
 
 def _cut_pipeline(session: Session, args: Namespace, given: Container[str]) -> None:
-    """Says to Megatron how many layers there are, and which stage has which of them."""
+    """Tells Megatron how many layers there are, and which stage has which of them."""
     plan = session.plan
     # Of an encoder-decoder's config HF reads the other stack's depth.
     if plan.structure is not None and not plan.structure.repeated:
@@ -124,13 +124,13 @@ def _cut_pipeline(session: Session, args: Namespace, given: Container[str]) -> N
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:
-    """(parameters of a definition, those of them that are trained); ties once."""
+    """Returns (number of a definition's parameters, number of those that are trained); ties count once."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def _notices(session: Session, source: WeightSource, args: Namespace) -> Iterator[str]:
-    """What a user may not expect of this run, a line each."""
+    """Yields a line for each thing that a user may not expect of this run."""
     plan, definition = session.plan, session.definition
     if isinstance(source, HFFolder) and source.passed_over:
         yield of_passed_over(type(definition).__name__, source.passed_over)
@@ -163,7 +163,7 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
 
 
 def _default_accumulation_args(args: Namespace) -> None:
-    """Gradient accumulation fusion is on by default in Megatron's scripts; without its kernel it can't be."""
+    """Turns off gradient accumulation fusion, which Megatron's scripts turn on, where its kernel is missing."""
     if args.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
         args.gradient_accumulation_fusion = False
         if args.rank == 0:
@@ -171,8 +171,10 @@ def _default_accumulation_args(args: Namespace) -> None:
 
 
 def _default_evaluation_args(args: Namespace) -> None:
-    """Megatron promises no evaluation during training without ``--eval-interval``, and then divides by it
-    (``training/training.py:4481``); an interval longer than any run keeps the promise."""
+    """Sets an evaluation interval longer than any run where ``--eval-interval`` is not given.
+
+    Megatron promises no evaluation during training then, and yet divides by it (``training/training.py:4481``).
+    """
     if args.eval_interval is None:
         args.eval_interval = sys.maxsize
         if args.rank == 0:

@@ -1,7 +1,7 @@
-"""Ids of tokens compared with the vocabulary: those of the data before the first step, those of a batch in each.
+"""Compares token ids with the vocabulary: those of the data before the first step, those of each batch.
 
 An embedding that is cut over TP gives zeros for an id that no rank has, and a loss that is cut has no logit for
-such a label: the run trains on, on other numbers.
+such a label: the run would go on, with wrong numbers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FOUND = Expected("the largest id of a data set", most=MIB)
 
 @dataclass(frozen=True)
 class Range:
-    """The ids in a .bin file, or in a sample of it.
+    """Holds the range of the ids in a .bin file, or in a sample of it.
 
     Attributes:
-        size, changed: of the file in bytes, and when in nanoseconds since the epoch.
+        size, changed: size of the file in bytes, and when it was changed, in nanoseconds since the epoch.
         smallest, largest: ids.
-        smallest_at, largest_at: the bytes where they stand first.
+        smallest_at, largest_at: byte offsets where they stand first.
     """
 
     size: int
@@ -48,21 +48,21 @@ class Range:
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:
-    """How many ids the model has; None for a model that reads no text."""
+    """Returns the number of ids that the model has; None for a model that reads no text."""
     found = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     return found if isinstance(found, int) else None
 
 
 def check_data(prefix: str, vocabulary: int | None, cache: str | None) -> None:
-    """Looks at a data set of Megatron's, once: what is found lies in the folder of caches.
+    """Checks a data set of Megatron's, once: the range of its ids is kept in the folder of caches.
 
     Args:
-        prefix: of ``.bin`` and ``.idx``.
-        vocabulary: of the model; None: the index alone is looked at.
+        prefix: path of ``.bin`` and ``.idx`` without these endings.
+        vocabulary: size of the model's vocabulary; None: the index alone is looked at.
         cache: ``--data-cache-path``; beside the data, if not given.
 
     Raises:
-        ConfigError: the index is damaged, or an id is none of the vocabulary; names file and document.
+        ConfigError: the index is damaged, or an id is outside the vocabulary; says which file and document.
     """
     path = Path(f"{prefix}.bin")
     status = path.stat()
@@ -79,7 +79,7 @@ def check_data(prefix: str, vocabulary: int | None, cache: str | None) -> None:
 
 
 def _known(path: Path, idx: Idx, status: os.stat_result, cache: str | None) -> Range:
-    """From the cache, where it speaks of this very file; else looked for, and kept if that can be."""
+    """Returns the range from the cache, if it is of this very file; else finds it, and keeps it if possible."""
     kept = (Path(cache) if cache else path.parent / "cache") / f"{path.stem}-ids.json"
     form = dict.fromkeys(Range.__dataclass_fields__, int)
     with suppress(ConfigError):  # not there, or damaged: it is made anew
@@ -113,7 +113,7 @@ def _range(path: Path, idx: Idx, status: os.stat_result) -> Range:
 
 
 def checked_ids(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """A hook before the forward of a ``ScheduledModel``: the ids and labels that this stage has."""
+    """Checks the ids and labels that this stage has; a hook before the forward of a ``ScheduledModel``."""
     import torch
 
     vocabulary = vocabulary_of(module.definition.config)

@@ -1,7 +1,8 @@
-"""Parameters that training never reaches (``analysis/trials/reach.py``): a tower for images where there is text.
+"""Freezes parameters that training never reaches (``analysis/trials/reach.py``), such as a tower for images.
 
-Without a gradient they stay as they are, as under plain PyTorch. Megatron would have them in its gradient buffers,
-decay their weights, keep optimizer states for them, and wait for their gradients under ``--overlap-grad-reduce``.
+Without a gradient they stay as they are, as under plain PyTorch. Otherwise Megatron would have them in its
+gradient buffers, decay their weights, keep optimizer states, and wait for their gradients under
+``--overlap-grad-reduce``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 
 
 def freeze_unreached(model: nn.Module, reach: Reach) -> None:
-    """``requires_grad`` is False of what is never reached."""
+    """Sets ``requires_grad`` to False for parameters that are never reached."""
     parameters = dict(model.named_parameters())
     for name in reach.never:
         parameters[name].requires_grad_(False)
 
 
 def unreached_lines(model: nn.Module, reach: Reach) -> list[str]:
-    """What is to be said of parameters that training leaves as they are; a line or none."""
+    """Returns a line about parameters that training leaves as they are; empty where there are none."""
     if not reach.never:
         return []
     parameters = dict(model.named_parameters())
@@ -37,7 +38,7 @@ def unreached_lines(model: nn.Module, reach: Reach) -> list[str]:
 
 
 def folded(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Parameters by the largest modules that have none but such, or by their own names."""
+    """Folds parameters into the paths of the largest modules that have no others; the rest keep their names."""
     left, found = set(names), list[str]()
     for path, module in model.named_modules():
         held = {f"{path}.{name}" if path else name for name, _ in module.named_parameters()}
@@ -48,7 +49,9 @@ def folded(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def refuse_unsure_overlap(reach: Reach, structure: LayerStack | None, overlap_grad_reduce: bool) -> None:
-    """Megatron reduces a bucket once each of its parameters has a gradient.
+    """Refuses ``--overlap-grad-reduce`` where some parameters may get no gradient.
+
+    Megatron reduces a bucket once each of its parameters has a gradient.
 
     Raises:
         ScheduleError: values, or chance, decide whether parameters get one, and ``--overlap-grad-reduce`` is on.
@@ -65,8 +68,10 @@ def refuse_unsure_overlap(reach: Reach, structure: LayerStack | None, overlap_gr
 
 
 def watch_unreached(definition: nn.Module, uncalled: Collection[str]) -> None:
-    """Watches modules that no trial has called, and whose parameters are not trained: a batch may call them for
-    indices alone, but no gradient may come back through what they give."""
+    """Watches modules with parameters that no trial has called, and that are therefore not trained.
+
+    A batch may call them for indices alone. A gradient that comes back through their output raises ConfigError.
+    """
     for path, module in definition.named_modules():
         if path in uncalled and next(module.parameters(recurse=False), None) is not None:
             module.register_forward_hook(_refuse_gradients(path))

@@ -1,7 +1,8 @@
-"""What weight decay leaves alone, by module and name: biases and norms, however many dimensions they have.
+"""Finds what weight decay leaves alone, by module and name: biases and norms, of any number of dimensions.
 
-Megatron goes by one dimension, or a name that ends with ``.bias``. Of Hugging Face's parameters some are biases
-under other names (all experts' in one, XLNet's of heads), or of norms that have a row for each head (Cohere).
+Megatron goes by one dimension, or a name that ends with ``.bias``. Some of Hugging Face's parameters are biases
+under other names (all experts' in one, XLNet's of heads), or belong to norms that have a row for each head
+(Cohere).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPARED = "spared_from_weight_decay"
 
 
 def spared_names(definition: nn.Module) -> frozenset[str]:
-    """Names of all biases and of all that norms learn."""
+    """Returns the names of all biases and of all parameters of norms."""
     return frozenset(
         f"{path}.{name}".lstrip(".")
         for path, module in definition.named_modules()
@@ -29,12 +30,12 @@ def spared_names(definition: nn.Module) -> frozenset[str]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """By the name of its class, as HF's definitions have norms of their own."""
+    """Returns whether a module is a norm, by its class's name, as HF's definitions have norms of their own."""
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
 def spare(held: Iterable[tuple[nn.Parameter, ParamMapping]], names: frozenset[str]) -> None:
-    """Marks the parameters of a rank that are made of such tensors of HF's.
+    """Marks those parameters of a rank that are made only of spared HF tensors.
 
     Args:
         names: ``spared_names`` of the definition.

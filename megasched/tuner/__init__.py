@@ -1,1 +1,1 @@
-"""``megasched tune``: a space of flags and schedule options, searched by short runs of the trainer."""
+"""Searches a space of flags and schedule options by short runs of the trainer, for ``megasched tune``."""

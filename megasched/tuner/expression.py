@@ -1,4 +1,4 @@
-"""Arithmetic on symbols whose values are not known yet: ``tp * pp <= 8``, worked out for each assignment."""
+"""Defines arithmetic on symbols without values yet: ``tp * pp <= 8``, worked out for each assignment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Assignment = Mapping[str, Any]
 
 
 class Expression:
-    """Something that has a value for each assignment of values to symbols.
+    """Represents a formula that has a value for each assignment of values to symbols.
 
     Attributes:
-        symbols: names of those it is made of.
+        symbols: names of the symbols in it.
     """
 
     # Equality makes an expression, so that expressions can only be told apart by identity.
@@ -28,7 +28,7 @@ class Expression:
         self._text, self.symbols, self._compute = text, symbols, compute
 
     def evaluate(self, assignment: Assignment) -> Any:
-        """Its value; ``INACTIVE`` where a symbol that it needs has none.
+        """Returns its value; ``INACTIVE`` where a symbol that it needs has none.
 
         Raises:
             ConfigError: it can't be computed for these values.

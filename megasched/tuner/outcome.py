@@ -1,4 +1,4 @@
-"""What came of a trial, and what a run's output and exit status say about it."""
+"""Judges a trial by its run's output and exit status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SIGKILL = 9
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one trial.
+    """Describes the result of one trial.
 
     Attributes:
         score: samples per second of the whole job; None if it has none.
-        seconds: of one iteration, the median of those measured.
-        why: of a trial that is not ok, in one line.
+        seconds: seconds of one iteration, the median of those measured.
+        why: reason why the trial is not ok, in one line.
     """
 
     outcome: Outcome
@@ -37,10 +37,10 @@ class Result:
 
 @dataclass
 class RunLog:
-    """A run's output, taken in line by line.
+    """Reads a run's output line by line.
 
     Attributes:
-        samples: of each iteration, by Megatron's log.
+        samples: number of samples of each iteration, by Megatron's log.
     """
 
     training: TrainingLog = field(default_factory=TrainingLog)
@@ -54,7 +54,7 @@ class RunLog:
             self.failure.read(line)
 
     def judge(self, status: int) -> Result:
-        """What came of the run, by its output and exit status (negative: ended by that signal)."""
+        """Returns the result of the run, by its output and exit status (negative: ended by that signal)."""
         if status == 0:
             return self._measure()
         failure = self.failure

@@ -1,4 +1,4 @@
-"""Three pictures of a search: its history, all trials over all symbols, and the scores over two symbols."""
+"""Draws three pictures of a search: its history, all trials over all symbols, and the scores over two symbols."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_plots(space: Space, trials: Sequence[Trial], folder: Path) -> list[Path
 
 
 def draw_history(axes: Any, space: Space, trials: Sequence[Trial]) -> None:
-    """Scores in the order of trials, and the best so far; those without one stand at the bottom."""
+    """Draws the scores in the order of trials, and the best so far; trials without one stand at the bottom."""
     scores = [trial.result.score or 0.0 for trial in trials]
     axes.step(range(len(trials)), list(accumulate(scores, max)), where="post", color="grey", label="best so far")
     good = [i for i, trial in enumerate(trials) if trial.result.score is not None]
@@ -57,7 +57,7 @@ def draw_history(axes: Any, space: Space, trials: Sequence[Trial]) -> None:
 
 
 def draw_parallel(axes: Any, space: Space, trials: Sequence[Trial]) -> None:
-    """A line a trial through its values on one axis a symbol, coloured by score; without one dashed."""
+    """Draws a line a trial through its values on one axis a symbol, coloured by score; without one dashed."""
     import matplotlib
 
     symbols = list(space.symbols.values())
@@ -84,13 +84,13 @@ def _height(symbol: Symbol, value: Any) -> float:
 
 
 def two_symbols(space: Space) -> tuple[Symbol, Symbol]:
-    """The axes of the heat map: those with the most values, the first of several."""
+    """Returns the axes of the heat map: the two symbols with the most values, the first ones among equals."""
     first, second = sorted(space.symbols.values(), key=lambda symbol: -len(symbol.values))[:2]
     return first, second
 
 
 def best_of_cells(space: Space, trials: Sequence[Trial]) -> dict[tuple[int, int], Trial]:
-    """(rank of the first symbol's value, of the second's) -> the best trial there, whatever the others were."""
+    """Maps (rank of the first symbol's value, rank of the second's) to the best trial over all other symbols."""
     first, second = two_symbols(space)
     cells: dict[tuple[int, int], Trial] = {}
     for trial in trials:
@@ -103,7 +103,7 @@ def best_of_cells(space: Space, trials: Sequence[Trial]) -> dict[tuple[int, int]
 
 
 def draw_heatmap(axes: Any, space: Space, trials: Sequence[Trial]) -> None:
-    """The best score of each pair of values; what has none is named."""
+    """Draws the best score of each pair of values; where there is none, the outcome stands there."""
     import numpy as np
 
     first, second = two_symbols(space)

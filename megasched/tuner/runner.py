@@ -1,4 +1,4 @@
-"""Trials: the words of their command lines, and what runs them, as processes here or as jobs of Slurm."""
+"""Makes the command lines of trials, and runs them as processes of this machine or as jobs of Slurm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNSEEN = 3
 
 
 def point_words(space: Space, point: Assignment) -> list[str]:
-    """Flags and schedule options of a point, to be put behind the command.
+    """Returns the flags and schedule options of a point, to be put behind the command.
 
     Raises:
         ConfigError: a symbol's function returns no list of words.
@@ -55,7 +55,7 @@ def point_words(space: Space, point: Assignment) -> list[str]:
 
 
 def trial_words(iterations: int) -> list[str]:
-    """What makes a run a trial: it ends after a few iterations, each of which is logged."""
+    """Returns the flags that make a run a trial: it ends after a few iterations, each of which is logged."""
     return ["--exit-interval", str(iterations), "--log-interval", "1"]
 
 
@@ -83,13 +83,13 @@ def check_command(space: Space, command: Sequence[str]) -> None:
 
 
 class CommandRunner:
-    """A command, and what each trial adds to it.
+    """Makes the command line of each trial from a command.
 
     Args:
-        command: without what is tried.
+        command: command line without the flags that are tried.
         folder: holds a log of each trial.
         timeout: seconds of a trial.
-        iterations: of the trainer in a trial.
+        iterations: iterations of the trainer in a trial.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CommandRunner:
         self.timeout, self.iterations = timeout, iterations
 
     def words(self, point: dict[str, Any]) -> list[str]:
-        """The whole command line of a trial."""
+        """Returns the whole command line of a trial."""
         return [*self.command, *point_words(self.space, point), *trial_words(self.iterations)]
 
     def log(self, number: int) -> Path:
@@ -114,7 +114,7 @@ class SubprocessRunner(CommandRunner):
     """Runs each trial as a child of this process, and leaves none of its processes behind."""
 
     def run(self, number: int, point: dict[str, Any]) -> Result:
-        """Runs a trial to its end, and says what came of it.
+        """Runs a trial to its end and returns its result.
 
         Raises:
             ConfigError: there is no such program.
@@ -138,7 +138,7 @@ class SubprocessRunner(CommandRunner):
 
 
 def read_run(path: Path) -> RunLog:
-    """What a log says; of a file that is not there, nothing."""
+    """Reads the log of a run; the result is empty if there is no such file."""
     log = RunLog()
     if is_regular(path):
         for line in log_lines(path):
@@ -173,7 +173,7 @@ class SlurmRunner(CommandRunner):
     poll_seconds = POLL_SECONDS
 
     def run(self, number: int, point: dict[str, Any]) -> Result:
-        """Runs a trial to its end, and says what came of it.
+        """Runs a trial to its end and returns its result.
 
         Raises:
             ConfigError: Slurm's programs are missing, or the job is not accepted.
@@ -204,7 +204,7 @@ class SlurmRunner(CommandRunner):
         return Result("crash", why=f"Slurm: {state}")
 
     def _wait(self, job: str) -> tuple[str, int]:
-        """State and exit status (negative: a signal) of a job that has ended; no state where Slurm tells none."""
+        """Returns state and exit status (negative: a signal) of a job that ended; no state if Slurm has none."""
         started, unseen = None, 0
         while True:
             try:

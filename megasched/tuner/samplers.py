@@ -1,6 +1,6 @@
-"""Samplers of Optuna that propose nothing but points of the space that may still be worth a trial.
+"""Defines samplers of Optuna that propose nothing but points of the space that may still be worth a trial.
 
-``Encoding`` has the points as numbers, and says what one that ran, or ran out of memory, tells of others.
+``Encoding`` has the points as numbers, and tells which points must fit, or run out of memory, if another one does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ POINT, RESULT = "point", "result"
 
 @dataclass(frozen=True)
 class Seen:
-    """A point that was tried.
+    """Describes a point that was tried.
 
     Attributes:
-        place: in ``space.points``.
+        place: index of the point in ``space.points``.
     """
 
     place: int
@@ -41,7 +41,7 @@ class Seen:
 
 
 def history(study: optuna.Study) -> list[Seen]:
-    """The trials that ended, in their order; one that was interrupted has not been."""
+    """Returns the trials that ended, in their order; an interrupted one has not ended."""
     return [
         Seen(trial.user_attrs[POINT], trial.user_attrs[RESULT]["outcome"], trial.value)
         for trial in study.get_trials(deepcopy=False)
@@ -50,7 +50,7 @@ def history(study: optuna.Study) -> list[Seen]:
 
 
 class Encoding:
-    """A space's points as arrays, in the order of ``space.points``.
+    """Holds a space's points as arrays, in the order of ``space.points``.
 
     Attributes:
         codes: [n, s]; place of each symbol's value, -1 where it has none.
@@ -65,8 +65,11 @@ class Encoding:
 
     @cached_property
     def coordinates(self) -> np.ndarray:
-        """[n, d]; an ordered symbol is one axis from 0 to 1, evenly spaced, any other one axis a value; where
-        a symbol can be inactive, that is an axis of its own."""
+        """Returns the points as [n, d], without axes on which all points are equal.
+
+        An ordered symbol is one axis from 0 to 1, evenly spaced, any other one axis a value; where a symbol can be
+        inactive, that is an axis of its own.
+        """
         columns = []
         for codes, symbol in zip(self.codes.T, self.space.symbols.values(), strict=True):
             inactive = codes == INACTIVE
@@ -81,15 +84,15 @@ class Encoding:
         return found[:, varying]
 
     def must_oom(self, at: int) -> np.ndarray:
-        """[n] bool: which points need at least as much memory as this one, itself included.
+        """Returns [n] bool: which points need at least as much memory as this one, itself included.
 
-        Those that are at least as large in every symbol with which memory grows, at most as large where it
-        shrinks, and equal in all others.
+        Those are at least as large in every symbol with which memory grows, at most as large where it shrinks, and
+        equal in all others.
         """
         return self._beyond(at, 1)
 
     def must_fit(self, at: int) -> np.ndarray:
-        """[n] bool: which points need at most as much memory as this one, itself included."""
+        """Returns [n] bool: which points need at most as much memory as this one, itself included."""
         return self._beyond(at, -1)
 
     def _beyond(self, at: int, direction: int) -> np.ndarray:
@@ -102,7 +105,7 @@ class Encoding:
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """Numbers are known to Optuna by their place in order of size: it shall take neighbours for neighbours."""
+    """Returns Optuna's distribution of each symbol; numbers are places in order of size, to have neighbours."""
     return {
         symbol.name: IntDistribution(0, len(symbol.values) - 1)
         if symbol.ordered
@@ -112,14 +115,14 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 def parameter(symbol: Symbol, value: Any) -> Any:
-    """A value as Optuna knows it."""
+    """Returns a value in the form in which Optuna knows it."""
     return symbol.ranks[value] if symbol.ordered else value
 
 
 class PointSampler(BaseSampler, ABC):
     """Proposes points in a queue first, then those that `propose` chooses.
 
-    Never one that was tried, and never one that must run out of memory because another one did.
+    It never proposes one that was tried, or one that must run out of memory because another one did.
 
     Args:
         first: points to begin with, by their places.
@@ -131,7 +134,7 @@ class PointSampler(BaseSampler, ABC):
         self.queue = deque(first)
 
     def open_points(self, seen: list[Seen]) -> np.ndarray:
-        """Places of the points that may still be tried, ascending."""
+        """Returns the places of the points that may still be tried, ascending."""
         closed = np.zeros(len(self.space.points), dtype=bool)
         for one in seen:
             closed[one.place] = True
@@ -140,7 +143,7 @@ class PointSampler(BaseSampler, ABC):
         return np.flatnonzero(~closed)
 
     def next_point(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> int:
-        """The place of the point that is tried next.
+        """Returns the place of the point that is tried next.
 
         Raises:
             LookupError: every point was tried or ruled out.
@@ -159,7 +162,7 @@ class PointSampler(BaseSampler, ABC):
     def propose(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial, seen: list[Seen], open_points: np.ndarray
     ) -> int:
-        """One of the open points."""
+        """Returns one of the open points."""
 
     # ---- what Optuna asks for -----------------------------------------------------------------------
 
@@ -181,14 +184,14 @@ class PointSampler(BaseSampler, ABC):
 
 
 class GridPoints(PointSampler):
-    """Every point, in the order of the space."""
+    """Proposes every point, in the order of the space."""
 
     def propose(self, study: Any, trial: Any, seen: list[Seen], open_points: np.ndarray) -> int:
         return open_points[0]
 
 
 class TPEPoints(PointSampler):
-    """Optuna's tree-structured Parzen estimator; what it draws outside the open points is drawn again."""
+    """Proposes points by Optuna's tree-structured Parzen estimator; draws again what is not an open point."""
 
     DRAWS = 20
 
@@ -210,7 +213,7 @@ class TPEPoints(PointSampler):
         return open_points[np.abs(x[open_points] - x[drawn]).sum(axis=1).argmin()]
 
     def _place(self, values: Mapping[str, Any]) -> int | None:
-        """The point that Optuna's values say; None if they say none."""
+        """Returns the place of the point that Optuna's values say; None if they say none."""
         point: dict[str, Any] = {}
         for symbol in self.space.symbols.values():
             if symbol.is_active(point) and symbol.name in values:
@@ -220,7 +223,7 @@ class TPEPoints(PointSampler):
 
 
 class ModelPoints(PointSampler):
-    """The point of the largest expected improvement, by a Gaussian process on the ordered grid.
+    """Proposes the point of the largest expected improvement, by a Gaussian process on the ordered grid.
 
     The process models the logarithm of the score; a second one models which points fit. A few points far from each
     other come first.
@@ -242,7 +245,7 @@ class ModelPoints(PointSampler):
         return open_points[(gain * self._fits(seen, open_points)).argmax()]
 
     def _fits(self, seen: list[Seen], open_points: np.ndarray) -> np.ndarray:
-        """Probability that a point neither runs out of memory nor is refused; a crash says nothing of others."""
+        """Returns the probability that a point neither runs out of memory nor is refused; crashes do not count."""
         x = self.encoding.coordinates
         known = [one for one in seen if one.outcome != "crash"]
         labels = np.array([1.0 if one.outcome in ("ok", "timeout") else -1.0 for one in known])
@@ -257,7 +260,7 @@ class ModelPoints(PointSampler):
         return likely
 
     def _far(self, seen: list[Seen], open_points: np.ndarray) -> int:
-        """Of the open points one that is far from all tried ones, and not at the rim."""
+        """Returns an open point that is far from all tried ones, and not at the rim; a random one at first."""
         x = self.encoding.coordinates
         if not seen:
             return self.random.choice(open_points)

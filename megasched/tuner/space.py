@@ -1,4 +1,4 @@
-"""What is tried: symbols with their values, the conditions between them, and all assignments that meet these.
+"""Defines what is tried: symbols with their values, conditions between them, and all assignments that meet these.
 
 A user writes it as a Python file with ``def space(space)``.
 """
@@ -34,13 +34,13 @@ SPACE = Expected("a space, a Python file with `def space(space)`", most=16 * MIB
 
 
 class Symbol(Expression):
-    """A name with values to choose from; stands for the value in conditions.
+    """Represents a name with values to choose from; stands for the value in conditions.
 
     Attributes:
-        values: in the order in which they were given.
-        flag: how it is said on the command line: a flag, or a function of the value that returns words.
+        values: its values, in the order in which they were given.
+        flag: its form on the command line: a flag, or a function of the value that returns words.
         schedule: whether it is an option of the schedule instead.
-        when: it has a value only where this holds.
+        when: condition under which it has a value.
         memory: whether a larger value never needs less memory ("grows"), or never more ("shrinks").
     """
 
@@ -60,12 +60,12 @@ class Symbol(Expression):
 
     @cached_property
     def ordered(self) -> bool:
-        """Whether its values are numbers, of which near ones do nearly the same."""
+        """Returns whether its values are numbers, of which near ones do nearly the same."""
         return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.values)
 
     @cached_property
     def ranks(self) -> dict[Any, int]:
-        """Value -> its place; by size where it is ordered."""
+        """Maps each value to its place, by size where the symbol is ordered."""
         return {value: rank for rank, value in enumerate(sorted(self.values) if self.ordered else self.values)}
 
     def is_active(self, assignment: Assignment) -> bool:
@@ -73,7 +73,7 @@ class Symbol(Expression):
 
 
 class Space:
-    """A finite space of assignments.
+    """Represents a finite space of assignments.
 
     ```python
     def space(space):
@@ -99,7 +99,7 @@ class Space:
         when: Expression | None = None,
         memory: Memory | None = None,
     ) -> Symbol:
-        """One of some values.
+        """Adds a symbol that has one of some values.
 
         Args:
             name: ``tp``, ``sp``, ``pp``, ``vp``, ``cp`` or ``ep``, or a flag without its dashes, or any name with
@@ -107,8 +107,8 @@ class Space:
             values: text, numbers, True (the flag is there) and False or None (it is not).
             flag: the flag it stands for, if the name does not say it; or a function that takes the value and
                 returns the words for the command line, for a value that stands for several flags.
-            schedule: it is an option of the schedule.
-            when: it has a value only where this holds.
+            schedule: whether it is an option of the schedule.
+            when: condition under which it has a value.
             memory: ``"grows"`` if a larger value never needs less memory, ``"shrinks"`` if never more.
 
         Raises:
@@ -130,7 +130,7 @@ class Space:
         return symbol
 
     def integer(self, name: str, low: int, high: int, *, step: int = 1, **more: Any) -> Symbol:
-        """One of ``low``, ``low + step``, ... up to ``high``; otherwise as `choice`."""
+        """Adds a symbol that has one of ``low``, ``low + step``, ... up to ``high``; otherwise as `choice`."""
         if step < 1 or high < low:
             raise ConfigError(f"{name}: nothing lies between {low} and {high} in steps of {step}")
         return self.choice(name, range(low, high + 1, step), **more)
@@ -138,7 +138,7 @@ class Space:
     def where(self, condition: Expression) -> None:
         """Leaves out all assignments for which this does not hold.
 
-        A condition on a symbol that has no value, because its ``when`` does not hold, is not asked.
+        A condition on a symbol that has no value, because its ``when`` does not hold, is not checked.
 
         Raises:
             ConfigError: it is no condition on symbols.
@@ -164,7 +164,7 @@ class Space:
 
     @cached_property
     def points(self) -> tuple[dict[str, Any], ...]:
-        """All assignments that meet the conditions, the last symbol changing fastest.
+        """Returns all assignments that meet the conditions, the last symbol changing fastest.
 
         Raises:
             ConfigError: there are none, or too many.
@@ -200,13 +200,13 @@ class Space:
         del point[symbol.name]
 
     def complete(self, given: Assignment) -> dict[str, Any] | None:
-        """The part of an assignment that is a point of this space; None if there is no such point."""
+        """Returns the part of an assignment that is a point of this space; None if there is no such point."""
         point = {name: given[name] for name in self.symbols if name in given}
         point = {name: value for name, value in point.items() if self.symbols[name].is_active(point)}
         return point if self.place(point) is not None else None
 
     def place(self, point: Assignment) -> int | None:
-        """Where a point stands in `points`; None for an assignment that is none."""
+        """Returns the index of a point in `points`; None for an assignment that is no point."""
         return self._places.get(_key(point))
 
     @cached_property
@@ -215,24 +215,24 @@ class Space:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of symbols and points: two spaces with the same one are searched alike."""
+        """Returns a hash of symbols and points: two spaces with the same one are searched alike."""
         symbols = [[s.name, s.values, s.memory, s.schedule] for s in self.symbols.values()]
         text = json.dumps([symbols, [list(point.items()) for point in self.points]])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def flag_of(name: str) -> str:
-    """The flag that a name stands for, e.g. ``--micro-batch-size`` for ``micro_batch_size``."""
+    """Returns the flag that a name stands for, e.g. ``--micro-batch-size`` for ``micro_batch_size``."""
     return SHORT.get(name, f"--{name.lstrip('-').replace('_', '-')}")
 
 
 def _key(point: Assignment) -> str:
-    """What a point is known by: equal for equal values, whatever their order."""
+    """Returns the key of a point: equal for equal values, whatever their order."""
     return json.dumps(dict(point), sort_keys=True)
 
 
 def load_space(path: Path) -> Space:
-    """Runs the file's function on an empty space.
+    """Runs the file's function on an empty space, and returns that space.
 
     Raises:
         ConfigError: there is no such file or function, it fails (with the line), or the space is empty.
@@ -259,6 +259,6 @@ def load_space(path: Path) -> Space:
 
 
 def _line(error: Exception, path: Path) -> str:
-    """``file:line`` of the innermost line of the file in a traceback; the file if it is not in it."""
+    """Returns ``file:line`` of the innermost line of the file in a traceback; the file if it is not in it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)

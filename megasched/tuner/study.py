@@ -1,4 +1,4 @@
-"""The search of ``megasched tune``, and the study of Optuna that keeps its trials in a file.
+"""Runs the search of ``megasched tune``, and keeps its trials in a file, as a study of Optuna.
 
 So a search can be stopped, and the same command goes on.
 """
@@ -30,7 +30,7 @@ SHARE, FEWEST = 0.2, 10
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that ended.
+    """Describes a trial that ended.
 
     Attributes:
         number: counted from 0.
@@ -43,11 +43,13 @@ class Trial:
 
 
 def open_study(folder: Path | None, space: Space, command: Sequence[str], sampler: PointSampler) -> optuna.Study:
-    """A new study, or the one in the folder; trials that were cut off are closed, and their points open again.
+    """Opens a new study, or the one in the folder.
+
+    Trials that were cut off are closed, and their points are open again.
 
     Args:
-        folder: it is ``study.sqlite`` there; None for one in memory.
-        command: what the trials run, without what is tried.
+        folder: holds the study as ``study.sqlite``; None for a study in memory.
+        command: command line of the trials, without the flags that are tried.
 
     Raises:
         ConfigError: the one in the folder is of another space or command, or can't be read.
@@ -101,7 +103,7 @@ def _changed(folder: Path | None, before: dict[str, Any], now: dict[str, Any]) -
 
 
 def begin_trial(study: optuna.Study, space: Space) -> optuna.Trial:
-    """Has the sampler choose a point, and stores it with the trial.
+    """Lets the sampler choose a point, and stores it with a new trial.
 
     Raises:
         LookupError: no point is left.
@@ -121,7 +123,7 @@ def begin_trial(study: optuna.Study, space: Space) -> optuna.Trial:
 
 
 def end_trial(study: optuna.Study, trial: optuna.Trial, result: Result) -> None:
-    """Stores what came of a trial.
+    """Stores the result of a trial.
 
     Optuna's own samplers learn from pruned trials that a place is bad, and nothing from failed ones.
     """
@@ -133,7 +135,7 @@ def end_trial(study: optuna.Study, trial: optuna.Trial, result: Result) -> None:
 
 
 def ended_trials(study: optuna.Study, space: Space) -> list[Trial]:
-    """All trials that ended, in their order."""
+    """Returns all trials that ended, in their order."""
     found = []
     for trial in study.get_trials(deepcopy=False):
         told = trial.user_attrs
@@ -147,16 +149,16 @@ class Runner(Protocol):
     """Carries out trials."""
 
     def run(self, number: int, point: dict[str, Any]) -> Result:
-        """What came of a run at this point; a KeyboardInterrupt has ended the run before it goes on."""
+        """Runs a trial at this point and returns its result; ends the run before a KeyboardInterrupt goes on."""
 
 
 @dataclass
 class Tuning:
-    """What a search has found so far.
+    """Holds what a search has found so far.
 
     Attributes:
-        points: of the space.
-        ruled_out: points without a trial that must run out of memory, because others did.
+        points: number of points of the space.
+        ruled_out: number of points without a trial that must run out of memory, because others did.
     """
 
     points: int
@@ -170,7 +172,7 @@ class Tuning:
 
 
 def default_trials(points: int) -> int:
-    """A fifth of the points, but at least 10 where there are so many."""
+    """Returns a fifth of the points, but at least 10 where there are 10."""
     return min(points, max(FEWEST, math.ceil(SHARE * points)))
 
 
@@ -184,10 +186,10 @@ def tune(
     on_start: Callable[[dict[str, Any], Tuning], None] = lambda point, tuning: None,
     on_end: Callable[[Tuning], None] = lambda tuning: None,
 ) -> Tuning:
-    """Makes trials until the study has so many, or no point is left.
+    """Makes trials until the study has ``trials`` of them, or no point is left.
 
     Args:
-        trials: in all, those included that the study has already.
+        trials: number of trials in all, those included that the study has already.
         on_start: called with a point before its trial.
         on_end: called after each trial.
 
@@ -215,7 +217,7 @@ def tune(
 
 
 def tuning_so_far(study: optuna.Study, space: Space, sampler: PointSampler) -> Tuning:
-    """What the study holds."""
+    """Returns what the study holds."""
     trials = ended_trials(study, space)
     left = len(sampler.open_points(history(study)))
     return Tuning(len(space.points), trials, len(space.points) - left - len({str(t.point) for t in trials}))

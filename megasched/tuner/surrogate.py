@@ -1,4 +1,4 @@
-"""A Gaussian process on few measurements, in plain numpy: what a point's score may be, and whether it fits."""
+"""Fits a Gaussian process to few measurements, in plain numpy: what a point may score, and whether it fits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SWEEPS = 2
 
 
 class GaussianProcess:
-    """Fitted to values that are about 0 on average, with a Matern 5/2 kernel.
+    """Fits values, which it centres and scales, with a Matern 5/2 kernel.
 
     The length of each axis, and the noise, are those of a short list that make the values most likely.
 
     Args:
         x: [n, d] in about 0 to 1.
         y: [n].
-        lengths: of each axis; searched for if there are none.
+        lengths: length of each axis; if None, lengths and noise are searched for.
     """
 
     def __init__(self, x: np.ndarray, y: np.ndarray, lengths: Sequence[float] | None = None) -> None:
@@ -35,7 +35,7 @@ class GaussianProcess:
         self._solve()
 
     def predict(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation at [m, d] places."""
+        """Returns mean and standard deviation at [m, d] places."""
         cross = _kernel(x, self.x, self.lengths)
         mean = cross @ self._weights
         left = np.linalg.solve(self._root, cross.T)
@@ -54,7 +54,7 @@ class GaussianProcess:
     def _try(
         self, best: float, *, axis: int = 0, length: float | None = None, noise: float | None = None
     ) -> float:
-        """Keeps a change if it makes the values more likely; the likelihood after it."""
+        """Keeps a change if it makes the values more likely; returns the likelihood after it."""
         lengths, old_noise = self.lengths.copy(), self.noise
         if length is not None:
             self.lengths[axis] = length
@@ -66,7 +66,7 @@ class GaussianProcess:
         return best
 
     def _solve(self) -> float:
-        """Log likelihood of values and lengths; very short and very long ones are less likely beforehand."""
+        """Returns the log likelihood of values and lengths; very short and very long ones are less likely."""
         y = (self.y - self.mean) / self.scale
         covariance = _kernel(self.x, self.x, self.lengths) + self.noise * np.eye(len(y))
         self._root = np.linalg.cholesky(covariance)
@@ -77,7 +77,7 @@ class GaussianProcess:
 
 
 def expected_improvement(mean: np.ndarray, std: np.ndarray, best: float) -> np.ndarray:
-    """By how much a normal variable is above the best, on average."""
+    """Returns by how much a normal variable is above the best, on average."""
     z = (mean - best) / std
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     return (mean - best) * normal_cdf(z) + std * density

@@ -1,4 +1,4 @@
-"""Points to begin with, from what a planner proposes."""
+"""Reads the points to begin with from what a planner proposes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WARM_START = Expected(f"JSON of the form {FORM}", flag="--warm-start")
 
 
 def read_warm_start(path: Path, space: Space) -> list[int]:
-    """Places of the points that a file names, best first, each once.
+    """Returns the places of the points that a file names, best first, each once.
 
-    A layout stands for the first point that has all it says; what it says of no symbol is passed over.
+    A layout stands for the first point that agrees with all its flags; flags that are no symbol's are passed over.
 
     Raises:
         ConfigError: the file can't be read, or none of its layouts is in the space.
@@ -48,10 +48,10 @@ def _place(flags: Mapping[str, Any], space: Space) -> int | None:
 
 
 def _agrees(point: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """A size of 1 says the same as a symbol that has no value: no interleaving, for instance."""
+    """Returns whether a point has these values; a size of 1 equals a symbol without one (no interleaving)."""
     return all(point.get(name, 1) == value for name, value in said.items())
 
 
 def _flag_name(symbol: Symbol) -> str:
-    """``tensor_model_parallel_size`` of ``tp``; the symbol's own name where a function makes its flags."""
+    """Returns ``tensor_model_parallel_size`` for ``tp``; a symbol's own name if a function makes its flags."""
     return symbol.flag.lstrip("-").replace("-", "_") if isinstance(symbol.flag, str) else symbol.name

@@ -1,4 +1,4 @@
-"""What a model is verified on: ids of its whole vocabulary, padding and masked labels, batches that change."""
+"""Makes the batches that a model is verified on: ids of its whole vocabulary, padding and masked labels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OF_TEXT = ("pad", "bos", "eos", "sep", "cls", "unk", "decoder_start", "forced")
 
 
 def make_batches(config: Any, layout: ParallelDims, steps: int = STEPS) -> Batches:
-    """Three global batches; micro-batches of DP rank 0 first.
+    """Returns a global batch for each step, with the micro-batches of DP rank 0 first.
 
-    The ids of a micro-batch are spread evenly over the vocabulary, and those of all of them hold every id if it
-    is small. No label belongs at the last position. Of four micro-batches, one ends in padding, and of one a third
-    of the labels does not count.
+    The ids of a micro-batch are spread evenly over the vocabulary; all micro-batches together hold every id of a
+    small one. The last position has no label. Of four micro-batches, one has a row that ends in padding, and one
+    ignores a third of its labels.
 
     Args:
-        config: of the model.
+        config: HF config of the model.
     """
     import torch
 
@@ -55,19 +55,19 @@ def make_batches(config: Any, layout: ParallelDims, steps: int = STEPS) -> Batch
 
 
 def micro_batches(layout: ParallelDims) -> int:
-    """Of one global batch, over all replicas; interleaved stages need a multiple of PP each."""
+    """Returns how many micro-batches a global batch has; interleaved stages need a multiple of PP per replica."""
     each = max(EACH_STEP // layout.data_parallel_size, 1)
     return layout.data_parallel_size * layout.pp * -(-each // layout.pp)
 
 
 def sequence_length(layout: ParallelDims) -> int:
-    """At least ``LENGTH``; what CP and SP can cut."""
+    """Returns the shortest sequence length of at least ``LENGTH`` that CP and SP can cut."""
     unit = 2 * layout.cp * layout.tp
     return unit * -(-LENGTH // unit)
 
 
 def flags(layout: ParallelDims) -> list[str]:
-    """Megatron's flags for such batches."""
+    """Returns Megatron's flags for the sequence length and the batch sizes of a layout."""
     size = MICRO_BATCH * micro_batches(layout)
     length = str(sequence_length(layout))
     return ["--seq-length", length, "--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(size)]
@@ -82,14 +82,14 @@ def _ids(config: Any) -> torch.Tensor:
 
 
 def _padding(config: Any) -> int:
-    """The id that a model pads with; a model that names none may pad with any."""
+    """Returns the id that a model pads with; 0 where its config has no valid one, and any id will do."""
     found = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     vocabulary = config.get_text_config(decoder=True).vocab_size
     return found if isinstance(found, int) and 0 <= found < vocabulary else 0
 
 
 def _named_ids(config: Any) -> Iterator[tuple[str, int]]:
-    """Name and number of each special token of a config and its parts."""
+    """Yields the name and number of each special token of a config and its sub-configs."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             yield from _named_ids(value)
@@ -100,7 +100,7 @@ def _named_ids(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def unreached_windows(config: Any, layout: ParallelDims) -> dict[str, int]:
-    """Windows of attention that the sequences are not longer than, so that nobody has seen them at work."""
+    """Returns the attention windows that no sequence is longer than, so that no check sees them at work."""
     text, length = config.get_text_config(decoder=True), sequence_length(layout)
     return {
         name: value

@@ -1,7 +1,7 @@
-"""What counts as equal in bf16: no further from float64 than plain HF in bf16 is, but for a small factor.
+"""Decides what is equal in bf16: no further from float64 than plain HF in bf16 is, but for a small factor.
 
-All start from the same weights, rounded to bf16, so that what is compared is arithmetic alone. An error is the
-norm of a difference over the norm of what float64 gives. What the factors must allow for:
+All runs start from the same weights, rounded to bf16, so that arithmetic alone is compared. An error is the norm
+of a difference over the norm of the float64 result. The factors must allow for:
 
 - On one rank, the order of sums: joined columns, fused norms and Megatron's layers round elsewhere than HF does.
 - Under TP, one more rounding for each row: a rank's part of the product is rounded to bf16 before the parts are
@@ -36,8 +36,7 @@ NOTICED = 8.0
 
 @dataclass(frozen=True)
 class Factors:
-    """How many times plain HF's error in bf16 a scheduled model's may be: of the logits, of all gradients
-    together, and of a single parameter's."""
+    """Limits the errors of logits, of all gradients together and of a single one to multiples of plain HF's."""
 
     logits: float
     gradients: float
@@ -57,12 +56,13 @@ def rounded_step(
     random_init: bool = True,
     trust_remote_code: bool = False,
 ) -> HfStep:
-    """One global batch through plain HF with weights and buffers rounded to bf16, but for those that transformers
-    keeps in float32.
+    """Runs one global batch through plain HF with weights and buffers rounded to bf16.
+
+    Those that transformers keeps in float32 are not rounded.
 
     Args:
-        dtype: of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in float64 over
-            the micro-batches, and the softmax of the loss is in float32 at least.
+        dtype: dtype of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in
+            float64 over the micro-batches, and the softmax of the loss is in float32 at least.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     cast_as_loaded(model, torch.bfloat16)
@@ -86,10 +86,10 @@ def rounded_step(
 
 
 def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: int) -> list[Check]:
-    """A run in bf16 against float64; tolerances are multiples of plain HF's own error.
+    """Compares a run in bf16 with float64; tolerances are multiples of plain HF's own error.
 
     Args:
-        plain, exact: ``rounded_step`` in bf16 and in float64.
+        plain, exact: the step of plain HF in bf16 and in float64, as by ``rounded_step``.
     """
     factors = TENSOR_PARALLEL if tp > 1 else ONE_RANK
     gradients = gather(reports, "gradients", tp)
@@ -113,10 +113,10 @@ def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: in
 
 
 def first_beyond(locator: Locator, plain: HfStep) -> Finding | None:
-    """The first module in the forward that is far further from float64 than plain HF in bf16 is there.
+    """Finds the first module in the forward that is far further from float64 than plain HF in bf16; else None.
 
     Args:
-        locator: of the run, with the step in float64 as what is expected.
+        locator: locator of the run, which expects the float64 step.
     """
     seen, theirs = locator.expected.sightings, plain.sightings
     assert seen is not None

@@ -1,4 +1,4 @@
-"""What the numbers of a scheduled run say, held against plain transformers'."""
+"""Compares the numbers of a scheduled run with those of plain transformers."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Judgement = tuple[list[Check], str, Finding | None]
 
 
 class StepComparison:
-    """One scheduled run, and the references that it is held against.
+    """Compares one scheduled run with its references.
 
     Attributes:
-        facts: of its plan.
-        notes: what the reference has to say.
+        facts: facts of the run's plan.
+        notes: remarks on the reference: parameters without gradient, and dropouts that it switched off.
     """
 
     def __init__(self, steps: Steps, schedule: str) -> None:
-        """Runs the steps.
+        """Runs the steps, scheduled and plain.
 
         Raises:
             RankError: the scheduled ones were refused, or failed.
@@ -58,11 +58,11 @@ class StepComparison:
         self.notes = _notes(self.plain)
 
     def judge(self) -> Judgement:
-        """Every check, what is to be said of them, and where it goes wrong first, if it does."""
+        """Returns every check, a remark on them, and the first place that goes wrong, or None."""
         return self._judge_bf16() if self.steps.bf16 else self._judge_float32()
 
     def is_right(self, schedule: str) -> bool:
-        """Whether another schedule is equal in what this one was found wrong in: the dropouts, or the numbers.
+        """Returns whether another schedule passes the checks that this one failed: the dropouts, or the numbers.
 
         Raises:
             RankError: it is refused, or fails.
@@ -115,7 +115,7 @@ class StepComparison:
         return self._explained(errors, reports)[0]
 
     def _explained(self, errors: Errors, reports: list[RankReport]) -> tuple[dict[Number, float], str]:
-        """What rounding does not explain; and a note on what it does."""
+        """Returns the errors that rounding does not explain, and a note on the largest beyond the tolerance."""
         beyond = {n: error for n, error in errors.largest.items() if not error <= _tolerance(n)}
         if not beyond:
             return {}, ""
@@ -133,7 +133,7 @@ class StepComparison:
         return wrong, note
 
     def _wrong_states(self, states: dict[Any, float]) -> dict[Any, float]:
-        """At the boundaries of layers: errors that rounding does not explain."""
+        """Returns the errors at the boundaries of layers that rounding does not explain."""
         beyond = {place: error for place, error in states.items() if not error <= parity.TOLERANCE}
         if not beyond:
             return {}
@@ -145,8 +145,7 @@ class StepComparison:
     # where ------------------------------------------------------------------------------------------
 
     def _find(self, errors: Errors, wrong: dict[Number, float], states: bool) -> Finding | None:
-        """Where it goes wrong first; the steps are run again, looked at there, where that is not in the first
-        micro-batch."""
+        """Finds where the run goes wrong first; runs the steps again to watch any but the first micro-batch."""
         look = first_wrong(wrong, states)
         if look is None:
             locator = self._locator(self.reports, first_step(self.plain), FIRST)
@@ -175,13 +174,13 @@ class StepComparison:
 
 
 def step_of(run: PlainRun, look: Look) -> HfStep:
-    """The step that was looked at."""
+    """Returns the step that was looked at as an ``HfStep``."""
     step = look[0]
     return HfStep(run.losses[step], run.logits[step], run.gradients, run.grad_norms[step], run.sightings)
 
 
 def first_step(run: PlainRun) -> HfStep:
-    """The first one, if that was looked at."""
+    """Returns the first step as an ``HfStep``, of a run that was looked at there."""
     return step_of(run, FIRST)
 
 

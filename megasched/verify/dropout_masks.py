@@ -1,5 +1,4 @@
-"""Whether dropouts draw what they must: the same numbers on TP ranks where they hold the same activations, others
-where each rank has its own part."""
+"""Checks that TP ranks drop the same places of replicated activations and different ones of sharded ones."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ RATE = 0.25
 
 
 def switch_on(config: Any) -> bool:
-    """Sets every dropout of a config and its parts that the architecture has; False where it has none."""
+    """Sets every dropout rate in a config and its sub-configs to ``RATE``; returns whether any changed."""
     return bool(switch(config, RATE))
 
 
 def switch(config: Any, rate: float) -> list[str]:
-    """Sets every dropout of a config and its parts; names of those that had another rate."""
+    """Sets every dropout rate in a config and its sub-configs; returns the names of the fields that changed."""
     found = []
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and "drop" in name and value != rate:
@@ -32,11 +31,11 @@ def switch(config: Any, rate: float) -> list[str]:
 
 
 def wrong_masks(locator: Locator, reports: Sequence[RankReport]) -> Finding | None:
-    """The first ``nn.Dropout`` whose ranks drop the wrong places.
+    """Finds the first ``nn.Dropout`` whose TP ranks drop the wrong places; None if there is none.
 
     Args:
-        locator: of the run without dropout, which knows where activations are whole.
-        reports: of the run with dropout.
+        locator: locator of the run without dropout, which tells where activations are whole.
+        reports: reports of the run with dropout.
     """
     for path, masks in _masks(reports).items():
         way = locator.compare((path, "out"), gradient=False)
@@ -57,7 +56,7 @@ def wrong_masks(locator: Locator, reports: Sequence[RankReport]) -> Finding | No
 
 
 def _masks(reports: Sequence[RankReport]) -> dict[str, list[torch.Tensor]]:
-    """Dropout -> what each TP rank of the first replica drops, in rank order; those that drop nothing left out."""
+    """Maps each dropout that drops anything to the masks of the first replica's TP ranks, in rank order."""
     found: dict[str, dict[int, torch.Tensor]] = {}
     for report in reports:
         if report.dp_rank or report.cp_rank or report.facts is None:

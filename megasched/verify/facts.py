@@ -1,4 +1,4 @@
-"""What the matrix tells of an architecture beside the numbers of its steps."""
+"""Collects what the matrix shows of an architecture besides the numbers of its steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def facts(folder: str) -> dict[str, Any]:
-    """In a rank: what is cut of a model at TP 2, by what, what of its linears stays whole, whether it ties
-    weights, and what of it is fused: ``block`` where Megatron's own layer can stand for its layers; elsewhere
-    ``attention``, ``mixture`` and ``mlp`` where Megatron's can for these alone; ``joint`` where projections share
-    one matrix product."""
+    """Returns what decides on a model's linears at TP 2, and which of its modules Megatron's own can replace.
+
+    It runs in a rank. ``whole`` maps linears that stay whole to the reason; ``tied`` tells if weights are tied.
+    ``fused`` has ``block`` where Megatron's own layer can stand for the model's layers; elsewhere ``attention``,
+    ``mixture`` and ``mlp`` where Megatron's can for these; ``joint`` where projections share one matrix product.
+    """
     from megasched.plan.decisions import decisions_of
     from megasched.trainer.session import open_session
 
@@ -35,7 +37,7 @@ def facts(folder: str) -> dict[str, Any]:
 
 
 def _by_megatron(session: Session) -> list[str]:
-    """What of a definition modules of Megatron's own can stand for."""
+    """Returns which parts of a definition modules of Megatron's own can stand for, e.g. ``block``."""
     roles, structure = session.schedule.roles, session.plan.structure
     if isinstance(roles.layer, LayerSpec):
         return ["block"]

@@ -1,4 +1,4 @@
-"""Adapters in what is verified start so that every number of them counts."""
+"""Starts the LoRA adapters of a verified model with values under which all of them get gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ SCALE = 0.1
 
 @contextmanager
 def telling_adapters() -> Iterator[None]:
-    """Adapters that are made now draw no dropout, which no other run repeats; and ``lora_B`` starts with numbers,
-    for with zeros ``lora_A`` gets no gradient."""
+    """Runs its body with adapters made without dropout, and with random values in ``lora_B``.
+
+    No other run repeats the dropout, and with zeros in ``lora_B``, ``lora_A`` gets no gradient.
+    """
     real = weights_lora.initial_value, adapting.make_dropout
 
     def value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The compatibility matrix: every architecture at every layout of the checks, kept as a JSON file.
+"""Runs the compatibility matrix: every architecture at every layout of the checks, kept as a JSON file.
 
-``python -m megasched.verify.matrix`` runs what the file lacks (hours for all); it can be stopped at any time and
-goes on where it was.
+``python -m megasched.verify.matrix`` runs the checks that the file lacks (hours for all); it can be stopped at any
+time and goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
 
 
 def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
-    """Writes the results; a reader finds the old file or the new one."""
+    """Writes the results so that a reader finds either the old file or the new one."""
     matrix = {**matrix, **{name: dict(sorted(matrix[name].items())) for name in ("types", "older")}}
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -37,7 +37,7 @@ def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What the results depend on."""
+    """Returns the versions of the packages that the results depend on."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("transformers", "megatron-core", "torch")}
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 def check_type(
     ranks: RankPool, model_type: str, folder: str, layouts: Iterable[str] = LAYOUT_NAMES
 ) -> dict[str, dict[str, Any]]:
-    """Layout -> outcome of one architecture, and ``facts``: what decided on its linears.
+    """Checks one architecture; returns the outcome by layout, and under ``facts`` what decided on its linears.
 
     A model that can't be made has one outcome, ``model``.
     """
@@ -65,7 +65,7 @@ def check_type(
 
 
 def check_known(model_type: str) -> None:
-    """Refuses a name that is no architecture's.
+    """Refuses a model type that names no architecture.
 
     Raises:
         ConfigError: the installed transformers has no such causal language model.
@@ -77,7 +77,7 @@ def check_known(model_type: str) -> None:
 
 
 def check_here(model_type: str) -> dict[str, dict[str, Any]]:
-    """``check_type`` on this machine, with ranks of its own.
+    """Runs ``check_type`` on this machine, in a rank pool of its own.
 
     Raises:
         ConfigError: the installed transformers has no such causal language model.
@@ -88,12 +88,12 @@ def check_here(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def _current(matrix: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Layout -> outcome of an architecture; what other versions gave does not count."""
+    """Maps layouts to an architecture's outcomes; empty where only other versions have results."""
     return {} if model_type in matrix["older"] else matrix["types"].get(model_type, {})
 
 
 def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Model type -> layouts that the results lack."""
+    """Returns each model type whose results lack layouts, with these layouts."""
     found = []
     for model_type in types:
         have = _current(matrix, model_type)
@@ -104,10 +104,10 @@ def missing(matrix: dict[str, Any], types: Sequence[str], layouts: Sequence[str]
 
 
 def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, again: Sequence[str] = ()) -> None:
-    """Checks what is missing in the file, and writes it after each architecture.
+    """Runs the checks that the file lacks, and writes it after each architecture.
 
     Args:
-        types: model types; all that the installed transformers has by default of the command.
+        types: model types; the command takes all that the installed transformers has by default.
         layouts: names of layouts.
         again: verdicts that are checked anew, e.g. ``("failed", "wrong")``.
     """
@@ -137,7 +137,7 @@ def run_matrix(path: Path, types: Sequence[str], layouts: Sequence[str], *, agai
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; see the module."""
+    """Runs the command; see the module."""
     parser = ArgumentParser(description="Check every architecture at every layout; hours, can be stopped.")
     parser.add_argument("--types", nargs="+", default=None, help="model types; all by default")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUT_NAMES), choices=LAYOUT_NAMES)

@@ -1,4 +1,4 @@
-"""Every number of a run held against the plain model's: each step and parameter, on each rank that holds it."""
+"""Compares every number of a run with the plain model's: each step and parameter, on each rank that holds it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = ("loss", "logits", "gradient", "grad_norm", "weight", "buffer")
 
 @dataclass
 class Check:
-    """One thing that was compared.
+    """Describes the result of one comparison.
 
     Attributes:
-        name: what.
-        error: the largest, relative; None where it is not a matter of size.
-        tolerance: that it had to be within.
-        worst: where it was largest.
+        name: name of the compared number, e.g. ``logits``.
+        error: largest relative error; None where it is not a matter of size.
+        tolerance: limit of the error.
+        worst: name or place of the largest error.
         equal: whether it is within the tolerance, or no further from float64 than rounding explains.
     """
 
@@ -38,12 +38,12 @@ class Check:
 
 @dataclass(frozen=True, order=True)
 class Number:
-    """One thing that both sides have.
+    """Identifies one number or tensor that both sides have.
 
     Attributes:
-        kind: of ``KINDS``.
-        step: that it is of; -1 for what is after the last one.
-        name: of the parameter or buffer; the place of a micro-batch.
+        kind: one of ``KINDS``.
+        step: step that it belongs to; -1 for values after the last step.
+        name: name of the parameter or buffer; place of the micro-batch for logits; else empty.
     """
 
     kind: str
@@ -53,12 +53,12 @@ class Number:
 
 @dataclass
 class Errors:
-    """How far a run is from the plain model.
+    """Holds how far a run is from the plain model.
 
     Attributes:
-        largest: of each number, relative.
-        ranks: of each number that every rank holds, its error there, by number of the rank.
-        missing: what is on one side alone.
+        largest: number -> its largest relative error.
+        ranks: number that ranks hold by themselves -> rank -> its error there.
+        missing: names that are on one side alone.
     """
 
     largest: dict[Number, float] = field(default_factory=dict)
@@ -77,10 +77,10 @@ class Errors:
 
 
 def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: int = 0) -> Errors:
-    """Of a run that was looked at.
+    """Returns the errors of a run that was looked at.
 
     Args:
-        run: the plain one, looked at in the same step.
+        run: the plain run, looked at in the same step.
     """
     found = Errors()
     held = list(reports)
@@ -103,7 +103,7 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
 
 
 def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
-    """How far the plain model in float32 is from itself in float64."""
+    """Returns how far the plain model in float32 is from itself in float64."""
     found = Errors()
     for step, (loss, norm) in enumerate(zip(plain.losses, plain.grad_norms, strict=True)):
         found.add(Number("loss", step), _off(loss, exact.losses[step]))
@@ -121,8 +121,10 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
-    """Largest difference, relative to the largest value wanted, or to ``scale`` if that is more; to ``-scale``
-    alone where that is positive. Shapes that differ are infinitely far apart."""
+    """Returns the largest difference relative to the largest value wanted; infinity where shapes differ.
+
+    It is relative to ``scale`` where that is larger, and to ``-scale`` alone where that is positive.
+    """
     if got.shape != wanted.shape:
         return math.inf
     if not got.numel():
@@ -133,7 +135,7 @@ def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> f
 
 
 def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tuple[int, str, torch.Tensor, Cut]]:
-    """Every part of a parameter that a rank holds: number of the rank, name, the part, and what it is cut by.
+    """Yields each part of a parameter that a rank holds: the rank's number, name, part, and what cuts the part.
 
     Args:
         what: ``gradients``, ``weights`` or ``before``.

@@ -1,5 +1,4 @@
-"""Whether a scheduled model computes what the unscheduled one does: one step of Megatron's trainer at a layout
-against plain torch, every number of it."""
+"""Checks every number of one step of Megatron's trainer at a layout against the unscheduled model."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ REFUSAL = re.compile(r"megasched\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class CheckedLayout:
-    """A layout of the checks: ranks it takes, its TP, Megatron's flags, and whether it shares experts out."""
+    """Describes a layout of the checks: its ranks, its TP, Megatron's flags, and whether it shards experts."""
 
     world_size: int
     tp: int
@@ -52,14 +51,14 @@ LAYOUTS: dict[str, CheckedLayout] = {
 
 @dataclass
 class Outcome:
-    """What one check found.
+    """Describes the outcome of one check.
 
     Attributes:
         verdict: ``equal``; ``wrong`` (numbers differ); ``refused`` (megasched says why it can't); ``failed``
             (anything else went wrong); ``not applicable`` (a layout of experts, and the model has none).
-        errors: of ``loss``, ``logits``, ``gradient`` and ``grad_norm``, relative.
+        errors: relative errors of ``loss``, ``logits``, ``gradient`` and ``grad_norm``.
         worst: the parameter whose gradient differs most.
-        why: of whatever is not equal; and of what is so but for rounding.
+        why: reason of any verdict but ``equal``; for ``equal``, a note on differences by rounding.
     """
 
     verdict: Literal["equal", "wrong", "refused", "failed", "not applicable"]
@@ -81,14 +80,14 @@ def check_layout(
     adapter: str = "",
     trust_remote_code: bool = False,
 ) -> Outcome:
-    """One step at a layout against the unscheduled model.
+    """Checks one step at a layout against the unscheduled model.
 
     Args:
         ranks: processes to run it on.
         folder: an HF folder with weights, e.g. by ``write_small_model``.
         name: a key of ``LAYOUTS``.
         timeout: seconds for the step.
-        adapter: file with an ``ADAPTER`` that is used whatever is installed; empty for what a run would use.
+        adapter: file with an ``ADAPTER`` to use instead of any installed one; empty for that of an ordinary run.
         trust_remote_code: run Python code that lies in the folder.
     """
     layout, started = LAYOUTS[name], time.monotonic()
@@ -113,32 +112,32 @@ def check_layout(
 
 
 def routes_to_experts(folder: str) -> bool:
-    """In a rank: whether a model's tokens are routed to some of several experts, by its config."""
+    """Returns whether a model's config routes each token to some of several experts; runs in a rank."""
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
 
 
 def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> trainer_run.RankReport:
-    """In a rank: ``trainer_run.train``, under the adapter in a file where one is named."""
+    """Runs ``trainer_run.train`` in a rank, under the adapter in a file where one is named."""
     with using(load_adapter(adapter)) if adapter else nullcontext():
         return trainer_run.train(folder, flags, **options)
 
 
 def reference_step(folder: str, batches: Any, trust_remote_code: bool = False, in_float64: bool = False) -> HfStep:
-    """In a rank: the batches through the unscheduled model with the folder's weights."""
+    """Runs the batches through the unscheduled model with the folder's weights, in a rank."""
     options = {"trust_remote_code": trust_remote_code, "in_float64": in_float64}
     return hf_step(folder, batches, random_init=False, **options)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step against the reference.
+    """Describes how a step differs from the reference.
 
     Attributes:
         errors: as an ``Outcome`` has them.
         worst: the parameter whose gradient differs most.
-        wrong: which of the errors rounding does not explain.
-        why: what is wrong; and what is beyond the tolerance but for rounding.
+        wrong: names of the errors that rounding does not explain.
+        why: what is wrong, or else a note on what is beyond the tolerance by rounding.
     """
 
     errors: dict[str, float]
@@ -150,7 +149,7 @@ class Comparison:
 def compare(
     reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
 ) -> Outcome:
-    """``compare_step`` as an outcome."""
+    """Returns the result of ``compare_step`` as an outcome."""
     found = compare_step(reports, expected, tp, exact)
     return Outcome("wrong" if found.wrong else "equal", found.errors, found.worst, found.why)
 
@@ -158,11 +157,11 @@ def compare(
 def compare_step(
     reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
 ) -> Comparison:
-    """First iteration of a run against the reference.
+    """Compares the first iteration of a run with the reference.
 
     Args:
-        exact: the reference in float64, where it is known. What is beyond the tolerance may be as far from that as
-            ``ROUNDING`` times the reference itself is.
+        exact: the reference in float64, where there is one. A number beyond the tolerance may be ``ROUNDING``
+            times as far from it as the reference itself is.
     """
     logits = trainer_run.logits_of(reports)
     gradients = trainer_run.gather(reports, "gradients", tp)
@@ -193,12 +192,12 @@ def compare_step(
 
 
 def is_rounding(ours: float, theirs: float) -> bool:
-    """Whether what is so far from float64 is so by rounding, where the unscheduled model is so far from it."""
+    """Returns whether rounding explains an error against float64, given the unscheduled model's own."""
     return ours <= min(ROUNDING * theirs, MOST_ROUNDING)
 
 
 def failure(report: str) -> Outcome:
-    """What a failed case's report says, in a line or two."""
+    """Returns the outcome of a failed case, with the reason from its report in a line or two."""
     for line in report.splitlines():
         if REFUSAL.search(line):
             return Outcome("refused", {}, why=_told(report, line))
@@ -208,13 +207,15 @@ def failure(report: str) -> Outcome:
 
 
 def _told(report: str, line: str) -> str:
-    """The message that begins at a line of a traceback, up to the output that follows it; without the line of the
-    schedule that asked, which is a path on the machine of the check."""
+    """Returns the message that begins at a line of a traceback, up to the output that follows it.
+
+    It leaves out the line of the schedule that asked, which is a path on the machine of the check.
+    """
     rest = report[report.index(line) + len(line) :].split("\n    its output:")[0].split("\n--- rank")[0]
     told = " ".join((REFUSAL.split(line, maxsplit=1)[1] + rest).split())
     return _shortened(re.sub(r" asked for at: \S+", "", told.removeprefix("the schedule has a problem: - ")))
 
 
 def _shortened(text: str) -> str:
-    """Of whole words: a part of a flag is none."""
+    """Shortens a text to ``LONGEST`` characters in whole words, so that no flag is cut."""
     return shorten(text, LONGEST, placeholder=" …", break_on_hyphens=False)

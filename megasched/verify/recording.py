@@ -1,5 +1,4 @@
-"""What a rank notes of a run as it goes: batches, samples and logits; and batches of a file in the place of those
-of the data."""
+"""Keeps the batches, samples and logits of a run on a rank, and can replace its batches by those of a file."""
 
 from __future__ import annotations
 
@@ -16,24 +15,25 @@ from megasched.verify.reference import IGNORED
 
 @dataclass
 class RankReport:
-    """What one rank saw of a run.
+    """Holds what one rank saw of a run.
 
     Attributes:
         losses: mean loss of each iteration (last stage only).
-        grad_norms: of each iteration.
+        grad_norms: gradient norm of each iteration.
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
-        before: the same before the iteration that was looked at; ``gradients`` are of that one then.
-        buffers: after the last iteration, of a run that was looked at.
-        logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first one alone where nothing
-            was looked at.
-        cp_rank: among the ranks that share a sequence; tokens, labels and logits are of its part.
-        ep_rank, expert_dp_rank: among the ranks that share out experts, and that hold the same ones.
-        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; ``IGNORED`` of a mask.
-        samples: (iteration, whole micro-batch) of the scripts beside ``pretrain_gpt.py``.
-        sightings: what the modules here took and gave in the first micro-batch, where they were watched.
-        copies, weight_copies: HF name -> as ``gradients`` and ``weights``, of a further copy of a tied tensor.
-        facts: what was planned, where modules were watched.
+        before: as ``weights``, before the iteration that was looked at; ``gradients`` are of that iteration then.
+        buffers: floating-point buffers after the last iteration, of a run that was looked at.
+        logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first iteration alone in a run
+            that was not looked at.
+        cp_rank: rank among those that share a sequence; tokens, labels and logits are of its part.
+        ep_rank, expert_dp_rank: rank among those that shard experts, and among those that hold the same ones.
+        batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; masked labels are
+            ``IGNORED``.
+        samples: (iteration, whole micro-batch) of the scripts other than ``pretrain_gpt.py``.
+        sightings: inputs and outputs of this rank's modules in the micro-batch in which they were watched.
+        copies, weight_copies: HF name -> gradient and weight of a further copy of a tied tensor.
+        facts: facts of the plan, where modules were watched.
     """
 
     tp_rank: int
@@ -60,15 +60,15 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What of a plan tells where something has gone wrong.
+    """Holds the facts of a plan that tell where something has gone wrong.
 
     Attributes:
         layers: paths of the layers, as the model calls them.
         cuts: path of a module that is cut -> how.
-        components: such a path -> sizes of the projections packed into its output.
+        components: path of a module that is cut -> sizes of the projections packed into its output.
         dropouts: paths of ``nn.Dropout`` in the first chunk of a rank, in the order of the modules.
         records: path, what was asked for, and the ``file:line`` that asked, of each call of the schedule.
-        adapters: its calls of ``adapt`` and ``unfreeze``.
+        adapters: the schedule's calls of ``adapt`` and ``unfreeze``.
     """
 
     layers: tuple[str, ...]
@@ -81,12 +81,12 @@ class PlanFacts:
 
 @dataclass
 class Look:
-    """What a run that is verified trains on, and where its modules are watched.
+    """Describes what a verified run trains on, and where its modules are watched.
 
     Attributes:
         batches: file as ``plain.runs.Batches`` writes it; micro-batches of DP rank 0 first.
         step, micro_batch: the one that is watched, counted over all DP ranks; gradients are of that step.
-        silent: dropouts off, also those that stand in the code alone.
+        silent: switch dropouts off, also those that no config field sets.
     """
 
     batches: str
@@ -98,7 +98,7 @@ class Look:
 def record_batches(
     script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool, as_it_is: bool = False
 ) -> Callable[[], None]:
-    """See ``trainer_run.train`` for the arguments."""
+    """Adds a script's batches to the report and returns the undo; see ``trainer_run.train`` for the arguments."""
     real = script.get_batch
 
     def get_batch(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def record_batches(
 
 
 def _without_last(batch: Any) -> torch.Tensor:
-    """The loss mask, and nothing counts at the last position: HF's classes do not look there."""
+    """Returns the loss mask with nothing counted at the last position, where HF's classes do not look."""
     from megatron.core import mpu
 
     mask = batch["loss_mask"].clone()
@@ -141,7 +141,7 @@ def record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
 
 
 def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Ids of a range in their place, in no order: mock data counts up."""
+    """Maps ids into a range, in shuffled order, because mock data counts up."""
     order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
     return low + order[ids % (high - low)]
 
@@ -172,7 +172,7 @@ def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
 
 @dataclass
 class Serving:
-    """Gives a script the micro-batches of a file, and has one of them watched.
+    """Serves the micro-batches of a file to a script, and has one of them watched.
 
     Attributes:
         watch: makes the watch of a model chunk, by its number on this rank.
@@ -191,7 +191,7 @@ class Serving:
         self._open: dict[int, Watch] = {}
 
     def install(self, script: Any) -> Callable[[], None]:
-        """From now on ``script.get_batch`` gives them; returns what takes that back."""
+        """Makes ``script.get_batch`` return the file's micro-batches, and returns the undo."""
         real = script.get_batch
 
         def get_batch(iterator: Any, vp_stage: int | None) -> Any:
@@ -201,7 +201,7 @@ class Serving:
         return lambda: setattr(script, "get_batch", real)
 
     def close(self) -> None:
-        """The last micro-batch of a step is over."""
+        """Ends the watches after the last micro-batch of a step."""
         for chunk in list(self._open):
             self.report.sightings.merge(self._open.pop(chunk).close())
 

@@ -1,4 +1,4 @@
-"""What the matrix and the tests of parity compare a step with: the unscheduled definition in a rank, float32.
+"""Runs the reference of the matrix and the parity tests: the unscheduled definition in a rank, in float32.
 
 `megasched verify` has a reference that shares nothing with megasched: ``plain/reference.py``.
 """
@@ -27,8 +27,10 @@ _LENGTH = 16  # of the sequence by which that is told
 
 @dataclass
 class HfStep:
-    """Loss, logits and gradients of the unscheduled definition on one global batch; and, where its modules were
-    watched, what they took and gave in the first micro-batch."""
+    """Holds loss, logits and gradients of the unscheduled definition on one global batch.
+
+    ``sightings`` has what its modules took and gave in one micro-batch, where they were watched.
+    """
 
     loss: float
     logits: list[torch.Tensor]
@@ -46,7 +48,7 @@ def hf_model(
     trust_remote_code: bool = False,
     **changes: Any,
 ) -> Any:
-    """The unscheduled HF model with the weights of the folder, or those that ``--hf-random-init`` gives it."""
+    """Returns the unscheduled HF model with the folder's weights, or those that ``--hf-random-init`` gives it."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -59,10 +61,10 @@ def hf_model(
 
 
 def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The class's own loss, as a user of transformers has it, and its logits.
+    """Returns the class's own loss, as a user of transformers has it, and its logits.
 
     Args:
-        model: as ``hf_model`` makes it.
+        model: a model by ``hf_model``.
         labels: [b, s], the id that belongs at each position; none at the last one, where no class has one.
     """
     if bool((labels[:, -1] != IGNORED).any()):
@@ -79,11 +81,11 @@ def hf_step(
     in_float64: bool = False,
     per_token: bool = False,
 ) -> HfStep:
-    """One global batch through the unscheduled definition in plain torch.
+    """Runs one global batch through the unscheduled definition in plain torch.
 
     Args:
-        per_token: each label has the same weight (``--calculate-per-token-loss``), not each micro-batch.
-        in_float64: in that precision throughout, whatever the definition's own code says.
+        per_token: give the same weight to each label (``--calculate-per-token-loss``), not to each micro-batch.
+        in_float64: compute in float64 throughout, whatever the definition's own code says.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     if not in_float64:
@@ -103,7 +105,7 @@ def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_t
 def hf_objective_step(
     folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]], per_token: bool = False
 ) -> HfStep:
-    """The same for any objective, from the weights that ``--hf-random-init`` gives.
+    """Runs one global batch of any objective, with the weights that ``--hf-random-init`` gives.
 
     Args:
         batches: arguments of the forward, ``labels`` and ``loss_mask``.
@@ -117,7 +119,7 @@ def hf_objective_step(
 def masked_loss(
     model: Any, objective: Objective, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy over the labels that the loss mask counts, computed from HF's logits; and the logits."""
+    """Returns the mean cross entropy of HF's logits over the labels that the loss mask counts, and the logits."""
     logits = model(**{name: batch[name] for name in objective.inputs}).logits
     ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
@@ -126,11 +128,13 @@ def masked_loss(
 def summed_step(
     model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]], counts: list[int], per_token: bool = False
 ) -> HfStep:
-    """Megatron gives each micro-batch the same weight in the gradient, and each label in the loss that it reports.
+    """Runs the backward of each micro-batch and sums them up to a step, as Megatron does.
+
+    In the gradient each micro-batch has the same weight, and in the reported loss each label.
 
     Args:
-        outcomes, counts: of each micro-batch the mean loss and the logits, and the labels that count.
-        per_token: in the gradient, too, each label has the same weight.
+        outcomes, counts: (mean loss, logits) of each micro-batch, and how many of its labels count.
+        per_token: give each label the same weight in the gradient, too.
     """
     total, logits = 0.0, []
     for (loss, out), count in zip(outcomes, counts, strict=True):
@@ -145,8 +149,7 @@ def summed_step(
 
 
 def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
-    """How far a step is from the expected one, relative: ``loss``, ``logits``, ``grad_norm`` and, by their names,
-    all gradients.
+    """Returns the relative errors of a step: ``loss``, ``logits``, ``grad_norm`` and each gradient by name.
 
     A gradient that is zero but for rounding (a key's bias) is measured against a part of the largest one.
     """
@@ -165,5 +168,5 @@ def _off(got: float, expected: float) -> float:
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """Largest difference, relative to the largest value expected (or to ``floor``, if that is more)."""
+    """Returns the largest difference relative to the largest value expected, or to ``floor`` if that is more."""
     return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor)

@@ -1,5 +1,4 @@
-"""The steps that are compared: the trainer's under a schedule, in ranks, and those of plain transformers, in a
-process of its own."""
+"""Runs the steps to compare: the trainer's under a schedule in ranks, plain transformers' in their own process."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Steps:
     Attributes:
         pool: processes to run them on.
         timeout: seconds for each.
-        progress: told what is being done.
+        progress: called with what is being done.
     """
 
     pool: RankPool
@@ -58,11 +57,12 @@ class Steps:
         )
 
     def scheduled(self, schedule: str, look: Look = FIRST, *, silent: bool = True) -> list[RankReport]:
-        """Steps of Megatron's trainer, up to the one that is looked at if that is not the first; the references
-        that are asked for after it have its adapters.
+        """Runs steps of Megatron's trainer, up to the one that is looked at if that is not the first.
+
+        References that are asked for afterwards have the adapters of this run.
 
         Args:
-            silent: dropouts off, whatever the code says.
+            silent: switch dropouts off, whatever the code says.
 
         Raises:
             RankError: it was refused, or failed.
@@ -89,11 +89,11 @@ class Steps:
         return reports
 
     def can_drop_out(self) -> bool:
-        """Whether ``with_dropout`` can be run: the architecture has dropouts that its config names."""
+        """Returns whether ``with_dropout`` can be run: the architecture has dropouts that its config names."""
         return switch_on(self._config())
 
     def with_dropout(self, schedule: str) -> list[RankReport]:
-        """``scheduled`` with every dropout of the config on."""
+        """Runs ``scheduled`` with every dropout of the config on."""
         config, file = self._config(), Path(self.subject.folder) / "config.json"
         before = read_bytes(file, CONFIG)
         switch_on(config)
@@ -104,10 +104,10 @@ class Steps:
             file.write_bytes(before)
 
     def reference(self, look: Look = FIRST, dtype: str = "float32", *, rounded: bool = False) -> PlainRun:
-        """The same batches through plain transformers.
+        """Runs the batches of ``scheduled`` through plain transformers, or returns an earlier such run.
 
         Args:
-            dtype: of the arithmetic.
+            dtype: dtype of the arithmetic.
             rounded: start from weights rounded to bf16.
 
         Raises:
@@ -128,7 +128,7 @@ class Steps:
         return load_config(self.subject.folder, trust_remote_code=self.subject.trust_remote_code)
 
     def _adapt(self, reports: list[RankReport]) -> None:
-        """The plain model gets the adapters of a run, with the numbers that they began with."""
+        """Gives the plain model the adapters of a run, with the values that they began with."""
         records = next(report.facts.adapters for report in reports if report.facts is not None)
         if not records or self._plain.adapters:
             return
@@ -143,17 +143,17 @@ class Steps:
 
 @dataclass(frozen=True)
 class Subject:
-    """A folder with config and weights.
+    """Describes a folder with config and weights that is verified.
 
     Attributes:
-        folder: with every dropout of the config off.
-        model: what the architecture is called.
-        layers: that it has.
-        vocabulary: tokens that it knows.
+        folder: HF folder, with every dropout of the config off.
+        model: name of the architecture.
+        layers: number of its layers.
+        vocabulary: size of its vocabulary.
         weights: file of safetensors by the names of parameters; None where they are a checkpoint of HF's.
-        batches: file for what it is verified on.
+        batches: path for the file of batches.
         small: whether it is a copy that was made for this.
-        notes: what was changed of the model, and what is not seen of it.
+        notes: what was changed in the model, and what no check sees of it.
     """
 
     folder: str
@@ -177,11 +177,11 @@ def make_subject(
     overrides: Sequence[str],
     trust_remote_code: bool,
 ) -> Subject:
-    """Makes the folder of what stands for a model: a small copy, or the model with its dropouts off.
+    """Makes the folder that is verified: a small copy of a model, or the model with its dropouts off.
 
     Args:
         target: where the folder is made.
-        layers: of a small copy; enough for the layout by default.
+        layers: number of layers of a small copy; enough for the layout by default.
 
     Raises:
         ConfigError: no small copy can be made, or options that do not go together.
@@ -220,7 +220,7 @@ def _has_weights(hf_model: str) -> bool:
 
 
 def _link(hf_model: str, target: Path) -> None:
-    """Everything of a folder but its config, which gets its dropouts switched off."""
+    """Links every file of a folder but its config, which gets its dropouts switched off."""
     for path in Path(hf_model).resolve().iterdir():
         if path.name != "config.json" and path.is_file():
             (target / path.name).symlink_to(path)

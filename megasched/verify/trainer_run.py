@@ -1,8 +1,8 @@
-"""Short runs of Megatron's own trainer inside the rank pool, and what they are compared with.
+"""Runs Megatron's own trainer for a few steps in the rank pool, and puts together what the ranks saw.
 
-``train`` runs on every rank of a case and hands back what that rank saw: losses, gradients, logits, weights.
-``gather`` puts the shards of all ranks together under HF names; ``reference.hf_step`` computes the same in
-plain torch.
+``train`` runs on every rank of a case and returns what that rank saw: losses, gradients, logits, weights.
+``gather`` puts the shards of all ranks together under HF names; ``reference.hf_step`` computes the same numbers
+in plain torch.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def train(
     as_it_is: bool = False,
     look: Look | None = None,
 ) -> RankReport:
-    """Runs Megatron's trainer on this rank and hands back what it saw; see ``run_trainer``.
+    """Runs Megatron's trainer on this rank and returns what it saw; see ``run_trainer``.
 
     Args:
-        tokens: half-open range of token ids that the batches are to hold; what Megatron's mock data has otherwise.
-        mask: of ``pretrain_gpt``: count some labels alone, not as many in each micro-batch and part of a sequence.
+        tokens: half-open range of token ids for the batches; None for those of Megatron's mock data.
+        mask: of ``pretrain_gpt``: count only some labels, not as many in each micro-batch and part of a sequence.
         as_it_is: count the label of the last position, too, which HF does not look at; launched runs do.
-        look: look at what every module takes and gives; adapters are those that ``telling_adapters`` makes.
+        look: watch what every module takes and gives; adapters are those that ``telling_adapters`` makes.
     """
     from megatron.core import parallel_state
     from megatron.training import training
@@ -197,7 +197,7 @@ def _record_finalized_gradients(training: Any, report: RankReport, step: int) ->
 
 
 def _gradient(parameter: Any) -> torch.Tensor:
-    """What Megatron has summed for a parameter; zero for one that is not trained."""
+    """Returns the gradient that Megatron has summed for a parameter; zeros for one that is not trained."""
     return parameter.main_grad.detach().clone() if parameter.requires_grad else torch.zeros_like(parameter)
 
 
@@ -207,7 +207,7 @@ def _value(parameter: Any) -> torch.Tensor:
 
 
 def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Placement's name -> (this rank's shard, placement); the second copy of a tie is left out."""
+    """Maps names of placements to (this rank's shard, placement), without the second copy of a tie."""
     found: dict[str, tuple[list[torch.Tensor], Any]] = {}
     for chunk in chunks:
         for parameter, assembly in chunk.local_parameters().values():
@@ -224,7 +224,7 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
 
 
 def _copies(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Placement's name -> of the second copy of a tie, or of another parameter that stages share."""
+    """Maps names of placements to the second copy of a tie, or to another parameter that stages share."""
     return {
         assembly.parts[0].name: take(parameter)
         for chunk in chunks
@@ -234,7 +234,7 @@ def _copies(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
 
 
 def _buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Of floating-point numbers, of the modules that live here."""
+    """Returns the floating-point buffers of the modules that live on this rank."""
     return {
         name: buffer.detach().clone()
         for chunk in chunks
@@ -244,7 +244,7 @@ def _buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Tensor]:
-    """Whole tensors under HF names from the shards of DP rank 0; of experts from one rank that holds each."""
+    """Returns whole tensors by HF name, from the shards of DP rank 0; for experts, of expert DP rank 0."""
     found: dict[str, list[torch.Tensor | None]] = {}
     placements = {}
     ep = 1 + max(report.ep_rank for report in reports)
@@ -260,12 +260,12 @@ def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Ten
 
 
 def losses(reports: list[RankReport]) -> list[float]:
-    """Mean loss of each iteration, which every last stage reports alike."""
+    """Returns the mean loss of each iteration, which every last stage reports alike."""
     return next(report.losses for report in reversed(reports) if report.losses)
 
 
 def samples_of(reports: list[RankReport], iteration: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Each micro-batch of an iteration, over all DP ranks; model chunks of a rank read the same ones."""
+    """Returns each micro-batch of an iteration over all DP ranks, once where chunks of a rank read the same."""
     own = {report.dp_rank: report for report in reports if report.tp_rank == 0 and report.pp_rank == 0}
     found: list[dict[str, torch.Tensor]] = []
     for rank in sorted(own):
@@ -280,7 +280,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels) of each micro-batch of an iteration, over all DP ranks; whole sequences."""
+    """Returns (tokens, labels) of each micro-batch of an iteration, over all DP ranks, as whole sequences."""
 
     def seen(own: list[RankReport], field: int) -> list[torch.Tensor]:
         columns = [
@@ -296,7 +296,7 @@ def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torc
 
 
 def logits_of(reports: list[RankReport], iteration: int = 0) -> list[torch.Tensor]:
-    """[b, s, v] of each micro-batch of an iteration, over all DP ranks; whole sequences."""
+    """Returns the logits [b, s, v] of each micro-batch of an iteration, over all DP ranks, as whole sequences."""
     found = []
     for rank in sorted({report.dp_rank for report in reports}):
         own = [report for report in reports if report.dp_rank == rank and report.tp_rank == 0]
@@ -305,7 +305,7 @@ def logits_of(reports: list[RankReport], iteration: int = 0) -> list[torch.Tenso
 
 
 def _joined(parts: list[tuple[int, list[Any]]]) -> list[torch.Tensor]:
-    """Whole sequences of the parts [b, s / cp, ...] that each CP rank has; of several of a rank, the first."""
+    """Joins each CP rank's parts [b, s / cp, ...] to whole sequences, from the first list of every rank."""
     by_rank: dict[int, list[torch.Tensor]] = {}
     for rank, tensors in parts:
         by_rank.setdefault(rank, tensors)

@@ -1,4 +1,4 @@
-"""``megasched verify``: a schedule at a layout against the unscheduled model, number by number."""
+"""Runs ``megasched verify``: compares a schedule at a layout with the unscheduled model, number by number."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ MOST_RANKS = 16
 
 @dataclass
 class Verification:
-    """What was found.
+    """Holds the result of a verification.
 
     Attributes:
-        model: what the architecture is called.
+        model: name of the architecture.
         small: whether a small copy stood for the model.
-        layers: that the model had.
+        layers: number of layers that the model had.
         bf16: whether it ran in bf16 instead of float32.
         verdict: as an ``Outcome`` has it.
-        why: of what is not equal; and of what is so but for rounding.
-        finding: where it goes wrong, if it does and the place was found.
-        notes: what was changed of the model, and what is not seen of it.
+        why: reason of a verdict that is not ``equal``; for ``equal``, a note on differences by rounding.
+        finding: place where it goes wrong, if it does and the place was found.
+        notes: what was changed in the model, and what no check sees of it.
     """
 
     schedule: str
@@ -62,7 +62,7 @@ class Verification:
         return self.verdict == "equal"
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the result as plain data for JSON."""
         return {**asdict(self), "layout": str(self.layout), "right": self.right}
 
 
@@ -80,25 +80,25 @@ def verify_schedule(
     timeout: float = 600,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Verification:
-    """Three steps of Megatron's trainer under a schedule, rehearsed on CPUs, against plain transformers and torch
-    in a process that never imports megasched.
+    """Compares three steps of Megatron's trainer under a schedule with plain transformers and torch.
 
-    Compared are loss, logits and gradient norm of each step, what leaves each layer and the gradient that comes
-    back to it, every gradient of the first step and every weight after the last, on every rank that holds it; in
-    bf16 loss, logits, gradients and their norm of one step.
+    The trainer is rehearsed on CPUs, the reference runs in a process that never imports megasched. Compared are
+    loss, logits and gradient norm of each step, what leaves each layer and the gradient that comes back to it,
+    every gradient of the first step and every weight after the last, on every rank that holds it; in bf16 loss,
+    logits, gradients and their norm of one step.
 
     Args:
-        schedule: what ``--model-schedule`` says.
+        schedule: as in ``--model-schedule``.
         hf_model: folder, config file or hub id.
         bf16: train in bf16, and take plain HF's own error in bf16 as the measure (``bfloat16.py``).
         full_size: take the model as it is, with its weights where the folder has some; otherwise a small copy
             of the same structure, with random ones.
-        layers: of the small copy; 4, or as many as there are stages, by default.
+        layers: number of layers of the small copy; 4, or as many as there are stages, by default.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
         ranks: processes to run it on; own ones by default.
         timeout: seconds for each of the runs.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Raises:
         ConfigError: too many ranks for one machine, or no small copy can be made.
@@ -128,7 +128,7 @@ def verify_schedule(
 def certify(
     found: Verification, path: Path, *, overrides: Sequence[str] = (), trust_remote_code: bool = False
 ) -> None:
-    """Writes what was found as a certificate, whatever it says.
+    """Writes a verification as a certificate, whatever its verdict.
 
     Raises:
         ConfigError: it can't be written.
@@ -147,13 +147,13 @@ def _check_size(layout: ParallelDims) -> None:
 
 
 def _from_anywhere(schedule: str) -> str:
-    """The name of a schedule as processes in other folders find it."""
+    """Returns a schedule's name with an absolute path, as processes in other folders find it."""
     file, rest = split_file(schedule)
     return ":".join(filter(None, [str(file.resolve()), rest])) if file is not None else schedule
 
 
 def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Files below the working directory by their names from there."""
+    """Returns the calls with files below the working directory named from there."""
     here = os.getcwd() + os.sep
     return tuple((path, asked, source.removeprefix(here)) for path, asked, source in calls)
 
@@ -162,8 +162,8 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
     """Runs the steps, and notes the verdict, the checks, and where it goes wrong.
 
     Args:
-        schedule: what the ranks find it by.
-        without: file for schedules that leave calls out.
+        schedule: the name by which the ranks find it.
+        without: path for a schedule file that leaves calls out.
     """
     try:
         judge = StepComparison(steps, schedule)

@@ -1,7 +1,7 @@
-"""From a Megatron checkpoint to an HF folder, in one CPU process.
+"""Exports a Megatron checkpoint as an HF folder, in one CPU process.
 
-The checkpoint holds HF's names and shapes already (``megasched/trainer/checkpoint/entries.py``), so nothing is
-converted but what transformers itself converts when it saves. The definition is built on meta, for names alone.
+The checkpoint holds HF's names and shapes already (``megasched/trainer/checkpoint/entries.py``), so the only
+conversion is transformers' own on saving. The definition is built on meta, for its names alone.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Describes the folder that was written.
 
     Attributes:
         checkpoint: that was read.
-        iteration: of the run, 0 for weights that were imported.
+        iteration: of the run, 0 for imported weights.
         architecture: class of the model.
         adapter: it is a LoRA adapter alone.
         tensors, bytes: of the weights.
-        absent: counts of layers that the config had and the class has not, e.g. ``num_nextn_predict_layers = 1``;
-            they are 0 in the exported one.
+        absent: counts of layers in the config that the class lacks, e.g. ``num_nextn_predict_layers = 1``;
+            they are 0 in the exported config.
     """
 
     checkpoint: Path
@@ -85,7 +85,7 @@ class Exported:
     absent: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON; paths as text."""
+        """Returns the fields as plain data for JSON, with paths as text."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
@@ -105,12 +105,12 @@ def export_weights(
 
     Args:
         load: a ``--save`` folder or one of its checkpoints.
-        hf_model: folder with config and tokenizer; those that the run kept in the checkpoint, if not given.
-        adapter: write what LoRA trained alone, as PEFT has it, instead of the model with it merged.
-        dtype: of the parameters; that of the checkpoint, if not given. Buffers keep theirs, and what transformers
-            holds in float32 beside weights of this dtype is written so.
+        hf_model: folder with config and tokenizer; by default those that the run kept in the checkpoint.
+        adapter: write only the weights that LoRA trained, in PEFT's form, instead of the merged model.
+        dtype: of the parameters; that of the checkpoint by default. Buffers keep theirs, and parameters that
+            transformers keeps in float32 beside weights of this dtype are written so.
         max_shard_size: bytes in a file.
-        objective: what the model was trained to do, if the checkpoint does not say it.
+        objective: training task of the model, if the checkpoint does not name it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit the config.
@@ -146,10 +146,10 @@ def export_weights(
 def definition_tensors(
     checkpoint: TorchDist, definition: PreTrainedModel, adapters: Mapping[str, Lora]
 ) -> dict[str, LazyTensor]:
-    """The tensors of a definition from those of a checkpoint; a tie by the name that transformers keeps.
+    """Returns the tensors of a definition from a checkpoint's; a tied one by the name that transformers keeps.
 
     Args:
-        adapters: paths of linears that LoRA adapted -> how; what it added is among the tensors.
+        adapters: path of each linear with a LoRA adapter -> the adapter; its tensors are included.
 
     Raises:
         CheckpointError: lists every name that is missing, left over, or of another shape.
@@ -184,7 +184,7 @@ def definition_tensors(
 
 
 def _lora_config(checkpoint: Path) -> dict[str, Any] | None:
-    """PEFT's config of the run that wrote the checkpoint; None where it adapted nothing."""
+    """Returns PEFT's config of the run that wrote the checkpoint, or None if it adapted nothing."""
     path = checkpoint / HF_FILES / LORA_CONFIG
     return read_json(path, ADAPTER_CONFIG, ADAPTER_FORM) if os.path.lexists(path) else None
 
@@ -214,7 +214,7 @@ def _exported(
 
 
 def _kept_name(name: str, definition: PreTrainedModel) -> str:
-    """Under which of its names transformers writes a tied parameter; it leaves the others out."""
+    """Returns the name under which transformers writes a tied parameter; it omits the other names."""
     return definition.all_tied_weights_keys.get(name, name)
 
 
@@ -249,20 +249,20 @@ def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
 def without_absent_layers(
     config: PretrainedConfig, definition: PreTrainedModel, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> tuple[PretrainedConfig, tuple[str, ...]]:
-    """Sets counts of layers for later tokens (multi-token prediction) to 0 that the class does not have.
+    """Sets counts of layers for later tokens (multi-token prediction) to 0 if the class lacks these layers.
 
-    transformers passes over the tensors of such layers when it loads (``_keys_to_ignore_on_load_unexpected``), so
-    no checkpoint of a run has them, and no export. A config that still counts them has other programs, and
-    transformers' own ``generate(use_mtp=True)``, look for tensors that are not there.
+    transformers ignores the tensors of such layers when it loads (``_keys_to_ignore_on_load_unexpected``), so
+    no checkpoint of a run has them, and no export. With a config that still counts them, other programs, and
+    transformers' own ``generate(use_mtp=True)``, would look for tensors that are not there.
 
-    Where the class has other tensors without them, they are its own, and stay.
+    If the class has other tensors with counts of 0, the layers are its own, and the counts stay.
 
     Args:
         definition: of this config.
         build: makes a definition of a config, on meta.
 
     Returns:
-        The config, and what the counts were, e.g. ``num_nextn_predict_layers = 1``.
+        The config, and the former counts, e.g. ``num_nextn_predict_layers = 1``.
     """
     changed, told = copy.deepcopy(config), []
     for part in with_nested(changed):

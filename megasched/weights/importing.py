@@ -1,4 +1,4 @@
-"""From an HF folder to a Megatron checkpoint, in one CPU process."""
+"""Imports an HF folder as a Megatron checkpoint, in one CPU process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written.
+    """Describes the checkpoint that was written.
 
     Attributes:
         checkpoint: for ``--load``.
         tensors, bytes: of the weights.
-        passed_over: stored names that the class leaves aside.
+        passed_over: stored names that the class does not load.
     """
 
     hf_model: Path
@@ -47,11 +47,11 @@ class Imported:
 
     @property
     def left_aside(self) -> str:
-        """A line that names what the class leaves aside; empty where it takes all."""
+        """Returns a line that names the tensors that the class does not load; empty if it loads all."""
         return of_passed_over(self.architecture, self.passed_over) if self.passed_over else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON; paths as text."""
+        """Returns the fields as plain data for JSON, with paths as text."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
@@ -64,14 +64,14 @@ def import_weights(
     objective: str | None = None,
     trust_remote_code: bool = False,
 ) -> Imported:
-    """Writes a ``release`` checkpoint: Megatron takes its weights and begins at iteration 0.
+    """Writes a ``release`` checkpoint, whose weights Megatron loads to begin at iteration 0.
 
     Args:
         hf_model: folder with config and safetensors.
-        save: for ``--load`` of a run.
-        dtype: of the parameters; as the files have them, if not given. Buffers keep theirs, and what transformers
-            holds in float32 beside weights of this dtype is written so.
-        objective: what the model is to be trained to do.
+        save: folder for ``--load`` of a run.
+        dtype: of the parameters; that of the files by default. Buffers keep theirs, and parameters that
+            transformers keeps in float32 beside weights of this dtype are written so.
+        objective: training task of the model.
 
     Raises:
         CheckpointError: the folder is damaged or does not fit its config.
@@ -102,7 +102,7 @@ def import_weights(
 
 
 def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path) -> dict[str, LazyTensor]:
-    """The parameters of a definition, and the buffers that the folder has, in the order of its state.
+    """Returns the parameters of a definition, and the buffers that the folder has, in the order of its state.
 
     Raises:
         CheckpointError: names or shapes do not fit; lists them all.
@@ -124,7 +124,7 @@ def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path
 def _written_dtypes(
     tensors: Mapping[str, LazyTensor], definition: PreTrainedModel, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """In which dtype each tensor is written: parameters in the one that was asked for, all else as it is."""
+    """Returns the written dtype of each tensor: the requested one for parameters, its own for all others."""
     parameters = set(canonical_names(definition).values())
     float32 = kept_in_float32(definition, dtype, parameters) if dtype else ()
     return {

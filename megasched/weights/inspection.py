@@ -1,4 +1,4 @@
-"""What is in a checkpoint, found without the model and without unpickling what could run."""
+"""Inspects a checkpoint without the model and without unpickling objects that could run code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors whose names differ in numbers alone.
+    """Describes tensors whose names differ only in numbers.
 
     Attributes:
         name: with ``*`` for the numbers that differ.
-        count: of the tensors.
-        parameters: of all of them together.
+        count: number of tensors.
+        parameters: number of parameters of all of them together.
     """
 
     name: str
@@ -48,19 +48,19 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in a checkpoint.
+    """Describes the content of a checkpoint.
 
     Attributes:
         folder: of the checkpoint.
-        iteration: after which it was written; 0 of imported weights.
-        layout: that it was written at: TP, SP, ...; empty of imported weights.
-        model_type: of its HF config, where that was kept in it.
+        iteration: after which it was written; 0 for imported weights.
+        layout: at which it was written: TP, SP, ...; empty for imported weights.
+        model_type: of its HF config; empty if the checkpoint has none.
         tensors: of the model.
         optimizer: states of the optimizer -> bytes.
-        objects: what is no tensor.
+        objects: keys of objects that are no tensors.
         files: name -> bytes.
         problems: files that are missing or cut short.
-        args: all of the run that wrote it; plain values, others as text.
+        args: all arguments of the run that wrote it; plain values, others as text.
     """
 
     folder: Path
@@ -77,15 +77,15 @@ class Inspection:
     args: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields as plain data for JSON."""
         return {**asdict(self), "folder": str(self.folder)}
 
 
 def inspect_checkpoint(load: str | Path) -> Inspection:
-    """Looks into a checkpoint.
+    """Inspects a checkpoint.
 
     Args:
-        load: a ``--save`` folder (of which the last checkpoint is taken) or one of its checkpoints.
+        load: a ``--save`` folder (whose last checkpoint is used) or one of its checkpoints.
 
     Raises:
         CheckpointError: there is none, or its metadata can't be read.
@@ -131,8 +131,10 @@ def _grouped(model: dict[str, CheckpointTensor]) -> list[TensorGroup]:
 
 
 def _optimizer(checkpoint: TorchDist, model: dict[str, CheckpointTensor]) -> dict[str, int]:
-    """State -> bytes, e.g. ``exp_avg``: it stands before the name of its parameter, or after that of a bucket in
-    which parameters lie one after the other."""
+    """Returns the bytes of each optimizer state, e.g. ``exp_avg``.
+
+    A state's name comes before the name of its parameter, or after that of a bucket of adjacent parameters.
+    """
     found: dict[str, int] = defaultdict(int)
     for key, tensor in checkpoint.tensors.items():
         prefix = OPTIMIZER.match(key)

@@ -1,4 +1,4 @@
-"""Tensors that are read when asked for, one box at a time: stored ones, and what is put together of them."""
+"""Defines tensors that are read on request, one box at a time: stored tensors, and compositions of them."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ OWN_PAGES = 1 << 20
 
 
 class LazyTensor(Protocol):
-    """A tensor of which only what is asked for is read."""
+    """Represents a tensor of which only the requested parts are read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole; known without reading values, except where an operation has to run for it."""
+        """Returns the shape of the whole tensor, without reading values unless an operation has to run for it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """Returns the stored dtype."""
 
     @property
     def where(self) -> str:
-        """File and name, for messages."""
+        """Returns the file and name, for messages."""
 
     def read(self, box: Box) -> torch.Tensor:
-        """The part in the box; CPU, the stored dtype. It may be a view of a mapped file.
+        """Returns the part in the box on the CPU, in the stored dtype; it may be a view of a mapped file.
 
         Raises:
             CheckpointError: a file can't be read.
         """
 
     def leaves(self) -> Iterator[Leaf]:
-        """The stored tensors that it is made of."""
+        """Yields the stored tensors that it is made of."""
 
 
 class Leaf(LazyTensor, Protocol):
-    """One that is stored as it is."""
+    """Represents a tensor that is stored unchanged."""
 
     @property
     def key(self) -> str:
-        """Its stored name."""
+        """Returns its stored name."""
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of everything."""
+    """Returns the box that covers a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
 def blocks(shape: Sequence[int], itemsize: int, limit: int = BLOCK) -> Iterator[Box]:
-    """Boxes that cover a tensor in the order of its values in memory, none of more than ``limit`` bytes."""
+    """Yields boxes of at most ``limit`` bytes that cover a tensor in the order of its values in memory."""
     if prod(shape) * itemsize <= limit or not shape:
         yield tuple((0, length) for length in shape)
         return
@@ -84,10 +84,10 @@ def blocks(shape: Sequence[int], itemsize: int, limit: int = BLOCK) -> Iterator[
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU; large ones in pages of their own, which go back to the system when they are freed.
+    """Returns zeros on the CPU; large ones in their own pages, which are returned to the system when freed.
 
-    The C library's heap keeps the holes that pieces of parameters leave when they were joined: up to half as much
-    again as the parameters was measured.
+    The C library's heap keeps the holes that pieces of parameters leave once they are joined: measurements showed
+    up to half as much memory again as the parameters.
     """
     size = prod(shape) * dtype.itemsize
     if size < OWN_PAGES:
@@ -97,7 +97,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def refuse_nan(values: torch.Tensor, where: str) -> None:
-    """Raises CheckpointError if a value is NaN; ``where`` says what they are."""
+    """Raises CheckpointError if a value is NaN; ``where`` describes the values for the message."""
     if not values.is_floating_point() or values.itemsize == 1 or not values.numel():
         return  # torch has no sum and no order of 8-bit floats
     # A sum is NaN if a value is, and sooner there than the largest. But infinities of both signs give NaN too, and
@@ -113,7 +113,7 @@ def refuse_nan(values: torch.Tensor, where: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file. A file is open only while something is read from it."""
+    """Represents a tensor of a safetensors file, which is open only during reads."""
 
     path: Path
     key: str
@@ -148,7 +148,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Composed:
-    """Base of tensors that are made of several others.
+    """Serves as the base of tensors that are made of several others.
 
     Attributes:
         sources: the others.
@@ -172,10 +172,10 @@ class Composed:
 
 @dataclass(frozen=True)
 class View:
-    """Base of tensors that show another one in another way.
+    """Serves as the base of views of another tensor.
 
     Attributes:
-        base: the other one.
+        base: the other tensor.
     """
 
     base: LazyTensor
@@ -193,7 +193,7 @@ class View:
 
 
 class Tied(Composed):
-    """Tensors that are stored several times, and must be the same."""
+    """Represents a tensor that is stored several times, with equal values."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ class Tied(Composed):
         return self.sources[0].where
 
     def read(self, box: Box) -> torch.Tensor:
-        """See ``LazyTensor.read``.
+        """Reads a box from each, and compares them; see ``LazyTensor.read``.
 
         Raises:
             CheckpointError: they differ.
@@ -221,7 +221,7 @@ class Tied(Composed):
 
 @dataclass(frozen=True)
 class Stacked(Composed):
-    """Tensors of one shape along a new dimension, as ``torch.stack`` has it."""
+    """Stacks tensors of one shape along a new dimension, like ``torch.stack``."""
 
     dim: int
 
@@ -240,7 +240,7 @@ class Stacked(Composed):
 
 @dataclass(frozen=True)
 class Concatenated(Composed):
-    """Tensors one after the other, as ``torch.cat`` has it."""
+    """Concatenates tensors along a dimension, like ``torch.cat``."""
 
     dim: int
 
@@ -265,7 +265,7 @@ class Concatenated(Composed):
 
 @dataclass(frozen=True)
 class Narrowed(View):
-    """A range of another tensor along one dimension, as ``torch.narrow`` has it."""
+    """Restricts another tensor to a range along one dimension, like ``torch.narrow``."""
 
     dim: int
     start: int
@@ -283,7 +283,7 @@ class Narrowed(View):
 
 @dataclass(frozen=True)
 class Squeezed(View):
-    """Another tensor without one dimension, which is of size 1 there."""
+    """Removes one dimension of size 1 from another tensor."""
 
     dim: int
 
@@ -297,7 +297,7 @@ class Squeezed(View):
 
 @dataclass(frozen=True)
 class Transposed(View):
-    """Another tensor with two dimensions exchanged."""
+    """Exchanges two dimensions of another tensor."""
 
     dim0: int
     dim1: int
@@ -317,10 +317,10 @@ class Transposed(View):
 
 @dataclass(frozen=True)
 class Computed(Composed):
-    """What a function makes of whole tensors: an operation that can't be done box by box.
+    """Computes a tensor from whole tensors by a function that can't run box by box.
 
     Attributes:
-        compute: gives the tensor; it reads everything it needs, each time.
+        compute: returns the tensor; it reads all its inputs, each time.
     """
 
     compute: Callable[[], torch.Tensor]

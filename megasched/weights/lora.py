@@ -1,7 +1,8 @@
-"""The weights of LoRA: how adapters start, how they are merged, and the folder that PEFT reads.
+"""Initialises and merges the weights of LoRA adapters, and writes the folder that PEFT reads.
 
-All is by HF's names, of whole HF tensors: a checkpoint holds ``PATH.weight`` as it was, ``PATH.lora_A.weight``
-[r, in] and ``PATH.lora_B.weight`` [out, r]. How they are to be added is said in PEFT's ``adapter_config.json``.
+All tensors are whole HF tensors by HF's names: a checkpoint holds ``PATH.weight`` unchanged,
+``PATH.lora_A.weight`` [r, in] and ``PATH.lora_B.weight`` [out, r]. PEFT's ``adapter_config.json`` describes how
+they are added.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
 
 
 def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None:
-    """PEFT's ``adapter_config.json`` of a schedule; None where it adapts nothing.
+    """Returns PEFT's ``adapter_config.json`` of a schedule, or None if it adapts nothing.
 
     Args:
-        schedule: that has been checked; a PEFT adapter has one dropout and one scaling rule for all.
+        schedule: a checked one; a PEFT adapter has one dropout and one scaling rule for all.
         base_model: folder or hub id of the model that is adapted (``--hf-model``).
     """
     calls = adapted(schedule.records)
@@ -62,7 +63,7 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
 
 
 def read_adapter_config(config: Mapping[str, Any]) -> dict[str, Lora]:
-    """Path of each adapted linear -> its adapter, from what ``adapter_config`` gave."""
+    """Returns the adapter of each adapted linear by its path, from a result of ``adapter_config``."""
     return {
         path: Lora(
             rank=config["rank_pattern"].get(path, config["r"]),
@@ -76,7 +77,9 @@ def read_adapter_config(config: Mapping[str, Any]) -> dict[str, Lora]:
 
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: Lora) -> torch.Tensor:
-    """The weight of a linear that computes what the adapted one does, in the weight's dtype; added in float32.
+    """Returns the weight of a linear that computes the same as the adapted one, in the weight's dtype.
+
+    The product is added in float32.
 
     Args:
         weight: [out, in], or [in, out] with ``lora.fan_in_fan_out``.
@@ -89,7 +92,7 @@ def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: Lora) ->
 
 @dataclass(frozen=True)
 class Merged(Composed):
-    """The weight of an adapted linear with its adapter merged; the sources are what ``merge`` takes."""
+    """Represents the weight of an adapted linear with its adapter merged; its sources are ``merge``'s inputs."""
 
     lora: Lora
 
@@ -109,14 +112,14 @@ class Merged(Composed):
 
 
 def merged(tensors: Mapping[str, LazyTensor], adapters: Mapping[str, Lora]) -> dict[str, LazyTensor]:
-    """Every tensor of the model by its HF name, adapters merged.
+    """Returns every tensor of the model by its HF name, with adapters merged.
 
     Args:
-        tensors: of a checkpoint, adapters' among them.
-        adapters: as ``read_adapter_config`` gives them.
+        tensors: of a checkpoint, including those of adapters.
+        adapters: result of ``read_adapter_config``.
 
     Raises:
-        CheckpointError: adapters are not there.
+        CheckpointError: adapters are missing.
     """
     _check_adapters(tensors, adapters)
     theirs = set(adapter_names(adapters))
@@ -134,15 +137,15 @@ def save_adapter(
 
     Args:
         folder: exists.
-        tensors: of a checkpoint; only adapters and what was trained beside them are read.
-        config: as ``adapter_config`` gave it.
-        dtype: that is written; that of the tensors, if not given.
+        tensors: of a checkpoint; only adapters and the parameters that were trained beside them are read.
+        config: result of ``adapter_config``.
+        dtype: written dtype; that of the tensors by default.
 
     Returns:
-        How many tensors there are.
+        The number of tensors.
 
     Raises:
-        CheckpointError: adapters are not there.
+        CheckpointError: adapters are missing.
     """
     from safetensors.torch import save_file
 
@@ -167,7 +170,7 @@ def _check_adapters(names: Collection[str], adapters: Mapping[str, Lora]) -> Non
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """The whole parameter of that name as PEFT starts it, by its name alone, so the same at every layout.
+    """Returns the whole parameter with PEFT's initial values, which depend on its name and the seed alone.
 
     Returns:
         float32, CPU: Kaiming's uniform for ``lora_A``, zeros for ``lora_B``.
@@ -180,10 +183,10 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Ten
 
 
 class AdaptedSource:
-    """A weight source for a model with adapters: theirs are initialised, all others come from another source.
+    """Provides weights of a model with adapters, which are initialised; all others come from another source.
 
     Args:
-        base: where the weights of the model come from.
+        base: source of the model's weights.
         names: of the adapters' parameters.
         seed: Megatron's ``--seed``.
     """
@@ -203,5 +206,5 @@ class AdaptedSource:
         return self._base.buffer(name)
 
     def check(self, names: Collection[str]) -> None:
-        """See ``WeightSource.check``; adapters are missing nowhere."""
+        """Checks names like ``WeightSource.check``; adapters are never missing."""
         self._base.check(set(names) - self._names)

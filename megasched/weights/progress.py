@@ -1,4 +1,4 @@
-"""Transfers of bytes: how far one has come, and reading its next part while the last one is written."""
+"""Shows the progress of transfers of bytes, and reads the next part while the last one is written."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def transfer(title: str, total: int) -> Iterator[Callable[[int], Any]]:
     """Shows a transfer on standard error.
 
     Args:
-        title: what is done.
+        title: description of the transfer.
         total: bytes.
 
     Yields:
-        A function that is told how many more bytes have come.
+        A function that takes the number of further bytes that have been transferred.
     """
     if not sys.stderr.isatty():
         yield _Lines(title, total).advance
@@ -57,9 +57,9 @@ class _Lines:
 
 
 def ahead[T](calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What the calls give, in their order; a thread makes the next ones while the caller is at work.
+    """Yields the results of the calls in their order; a thread runs the next calls while the caller works.
 
-    What a call raises is raised here, when its turn has come; later ones are not begun then.
+    An exception of a call is raised when its turn comes; later calls are not started then.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead") as pool:
         waiting: deque[Future[T]] = deque()

@@ -1,4 +1,4 @@
-"""Weights as the HF class would initialise them: one parameter at a time, the same at every layout."""
+"""Initialises weights as the HF class would, one parameter at a time, with the same values at every layout."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ INITIALIZED = "_is_hf_initialized"
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """RNG seed of one parameter, the same in every process and layout; 32 bits, the CPU RNG takes no more."""
+    """Returns the RNG seed of a parameter, the same in every process and layout; 32 bits, the CPU RNG's limit."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big")
 
 
 class RandomInit:
-    """A weight source that runs the HF class's own ``_init_weights``.
+    """Provides weights by running the HF class's own ``_init_weights``.
 
     A value depends on the seed, the parameter's canonical name and the config, and on nothing else: not on
-    the layout, nor on which other parameters were asked for. (Hosts whose CPUs lack AVX2 differ from those
-    that have it in the last bits.) Memory: one full float32 parameter at a time. One whose entries are asked
-    for one by one (an expert of a stack) stays until another is asked for.
+    the layout, nor on which other parameters are requested. (Hosts whose CPUs lack AVX2 differ from those
+    that have it in the last bits.) Memory: one full float32 parameter at a time. One whose entries are requested
+    one by one (an expert of a stack) stays until another is requested.
 
     Args:
         definition: from ``megasched.definition.build.build_definition``, parameters on meta, not scheduled yet.
@@ -60,7 +60,7 @@ class RandomInit:
         self._kept: tuple[str, torch.Tensor] | None = None
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
-        """See ``WeightSource.local``; float32.
+        """Returns this rank's part of an initialised parameter in float32; see ``WeightSource.local``.
 
         Raises:
             CheckpointError: the definition has no parameter of that name, or it has another shape.
@@ -82,7 +82,7 @@ class RandomInit:
         return piece.clone(memory_format=torch.contiguous_format)
 
     def buffer(self, name: str) -> None:
-        """None: buffers are real in the definition, as the class made them."""
+        """Returns None: buffers are real in the definition, as the class made them."""
         return None
 
     def check(self, names: Collection[str]) -> None:
@@ -91,9 +91,9 @@ class RandomInit:
         compare_names(f"the parameters of {type(self._skeleton).__name__}", wanted - found, found - wanted)
 
     def _find_sources(self) -> dict[str, str]:
-        """Canonical name -> name under which HF initialises the parameter.
+        """Returns the name under which HF initialises each parameter, by its canonical name.
 
-        HF initialises first and ties afterwards, so the value of a tie is what its source gets (an
+        HF initialises first and ties afterwards, so a tied parameter has the value of its source (an
         embedding zeroes its padding row, a head doesn't), whichever of them is named first.
         """
         canonical = canonical_names(self._skeleton)
@@ -105,7 +105,7 @@ class RandomInit:
         return sources
 
     def _full(self, name: str, keep: bool) -> torch.Tensor:
-        """The full parameter of that canonical name, made once while it is kept."""
+        """Returns the full parameter of that canonical name, computed once while it is kept."""
         if self._kept is not None and self._kept[0] == name:
             return self._kept[1]
         self._kept = None  # before the next is made: never two at a time
@@ -115,7 +115,7 @@ class RandomInit:
         return full
 
     def _initialised(self, name: str) -> torch.Tensor:
-        """The full parameter of that canonical name; float32, CPU."""
+        """Computes the full parameter of that canonical name; float32, CPU."""
         source = self._sources[name]
         with self._made_real(source) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
             # torch.manual_seed would seed the GPUs as well, which fork_rng does not bring back here.
@@ -137,7 +137,7 @@ class RandomInit:
 
     @contextmanager
     def _made_real(self, name: str) -> Iterator[torch.nn.Parameter]:
-        """The parameter in its place in the skeleton, real and full of NaN; meta again afterwards."""
+        """Yields the parameter in its place in the skeleton, real and full of NaN; puts meta back afterwards."""
         path, _, leaf = name.rpartition(".")
         slots = self._skeleton.get_submodule(path)._parameters
         empty = slots[leaf]
@@ -152,10 +152,10 @@ class RandomInit:
             slots[leaf] = empty
 
     def _initialisers(self, name: str) -> list[tuple[PreTrainedModel, torch.nn.Module]]:
-        """(model whose ``_init_weights`` is called, module it is called on), from the owner up to the root.
+        """Returns models with the modules that their ``_init_weights`` is called on, from the owner to the root.
 
         The order and the choice of model are those of ``smart_apply`` in transformers/modeling_utils.py:
-        children first, and below a nested PreTrainedModel it is that one's function.
+        children first, and below a nested PreTrainedModel its function is called.
         """
         from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""What every source of weights answers, by which names, and how a whole definition is filled from one."""
+"""Defines the interface of sources of weights, their names, and how a definition is filled from one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """Where the values of a definition's parameters come from, one parameter at a time."""
+    """Provides the values of a definition's parameters, one parameter at a time."""
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
-        """What TP rank ``rank`` of ``size`` holds of the HF parameter ``placement.name``.
+        """Returns the part of the HF parameter ``placement.name`` that TP rank ``rank`` of ``size`` holds.
 
         Returns:
             CPU tensor in the source's dtype, shape ``placement.local_shape(size)``, contiguous, with
@@ -30,14 +30,14 @@ class WeightSource(Protocol):
         """
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The whole value of a persistent buffer (a trained router bias, say); None: as the class made it.
+        """Returns the whole value of a persistent buffer (e.g. a trained router bias); None keeps the class's.
 
         Raises:
             CheckpointError: the source has it in another shape.
         """
 
     def check(self, names: Collection[str]) -> None:
-        """Compares the source with the definition's canonical parameter names (a tie by its first name).
+        """Compares the source with the definition's canonical parameter names (the first ones of tied parameters).
 
         Raises:
             CheckpointError: lists every missing and every unexpected name.
@@ -45,10 +45,9 @@ class WeightSource(Protocol):
 
 
 def canonical_names(definition: torch.nn.Module) -> dict[str, str]:
-    """Every parameter name of the definition, mapped to the first name of the same (tied) parameter.
+    """Maps every parameter name of the definition to the first name of the same (tied) parameter.
 
-    The values are the canonical names, in the order of ``named_parameters()``; an untied parameter maps
-    to itself.
+    The values are the canonical names, in the order of ``named_parameters()``; an untied parameter maps to itself.
     """
     first: dict[int, str] = {}
     every = definition.named_parameters(remove_duplicate=False)
@@ -56,7 +55,7 @@ def canonical_names(definition: torch.nn.Module) -> dict[str, str]:
 
 
 def compare_names(holder: str, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raises CheckpointError with every missing and every unexpected name, or returns when there is none.
+    """Raises CheckpointError with every missing and every unexpected name, if there is any.
 
     Args:
         holder: what lacks or has them, for the message, e.g. ``weights in /models/llama``.
@@ -74,11 +73,11 @@ def compare_names(holder: str, missing: Collection[str], unexpected: Collection[
 
 
 def of_passed_over(architecture: str, names: Sequence[str]) -> str:
-    """A line that says which stored tensors are left aside.
+    """Returns a line that names stored tensors that are not loaded.
 
     Args:
-        architecture: the class that leaves them aside.
-        names: one at least.
+        architecture: the class that does not load them.
+        names: at least one.
     """
     return (
         f"not taken, as {architecture} does not take them: {some_of(names)}; no "
@@ -87,11 +86,11 @@ def of_passed_over(architecture: str, names: Sequence[str]) -> str:
 
 
 def padded_lengths(length: int, args: Any) -> set[int]:
-    """How long an embedding or head over a vocabulary may be in a checkpoint.
+    """Returns the possible lengths of an embedding or head over a vocabulary in a checkpoint.
 
     Args:
         length: of the vocabulary.
-        args: Megatron's, of the run that wrote the checkpoint; None of weights that were imported.
+        args: Megatron's, of the run that wrote the checkpoint; None for imported weights.
     """
     divisor, tp = (
         getattr(args, name, None) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
@@ -105,13 +104,13 @@ def materialize(
 ) -> PreTrainedModel:
     """Gives every parameter of the definition a real CPU tensor from the source, in place.
 
-    Tied parameters stay one parameter, ``requires_grad`` and attributes of parameters are kept, persistent
+    Tied parameters stay one parameter, ``requires_grad`` and attributes of parameters are kept, and persistent
     buffers that the source has are filled.
 
     Args:
         definition: unscheduled, e.g. from ``build_definition``.
-        source: where the values come from.
-        dtype: of the parameters; float32 when not given. Buffers keep theirs.
+        source: source of the values.
+        dtype: of the parameters; float32 by default. Buffers keep theirs.
 
     Returns:
         The definition itself.
@@ -145,14 +144,14 @@ def fill_buffers(
     names: Iterable[str],
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Gives buffers what the source has; the others are as the class made them.
+    """Fills buffers with the source's values; buffers that it lacks keep the class's values.
 
     Args:
         names: of persistent buffers, before the definition was lowered.
-        renamed: name in the lowered definition -> name before, where it differs.
+        renamed: name in the lowered definition -> name before, if it differs.
 
     Raises:
-        CheckpointError: the class made a buffer of weights, which had no values, and the source has none.
+        CheckpointError: the class computed a buffer from weights, which had no values, and the source has none.
     """
     values = {name: value for name in names if (value := source.buffer(name)) is not None}
     for path, module in definition.named_modules():

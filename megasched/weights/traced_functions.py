@@ -1,4 +1,4 @@
-"""What a function does to tensors, noted while it runs on some without values, to be done box by box later."""
+"""Traces functions on tensors without values, to run their operations box by box later."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Function = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def noted(function: Function, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """What the function gives for these tensors, to be read box by box.
+    """Returns the function's results for these tensors, to be read box by box.
 
-    Where it does something that is not known how to do so, it is run on the whole tensors, each time one is read.
+    A result of operations that can't run box by box is computed from the whole tensors each time it is read.
 
     Args:
         function: from named tensors to named tensors; it looks at no value.
 
     Raises:
-        CheckpointError: the function can't do it with tensors of these shapes.
+        CheckpointError: the function can't handle tensors of these shapes.
     """
     notes = _Notes()
     given = {name: notes.stand_in(tensor) for name, tensor in tensors.items()}
@@ -61,13 +61,13 @@ def noted(function: Function, tensors: Mapping[str, LazyTensor]) -> dict[str, La
 
 
 def noted_once(function: Function, tensors: Mapping[str, LazyTensor]) -> Callable[[], dict[str, LazyTensor]]:
-    """``noted`` for when it is needed: it needs the shapes of the tensors, so their files are opened."""
+    """Returns a function that calls ``noted`` once, when needed, as it opens files to read shapes."""
     return cache(partial(noted, function, tensors))
 
 
 @dataclass(frozen=True)
 class Deferred(Composed):
-    """One of the results of ``noted_once``; the sources are what all of its results are made of."""
+    """Represents one of the results of ``noted_once``; its sources are those of all of these results."""
 
     found: Callable[[], dict[str, LazyTensor]]
     name: str
@@ -89,7 +89,7 @@ class Deferred(Composed):
 
 
 class _Notes(TorchFunctionMode):
-    """Keeps, for each tensor that comes of a stand-in, what it is made of."""
+    """Keeps the composition of each tensor that is computed from stand-ins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class _Notes(TorchFunctionMode):
         self._made: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
 
     def stand_in(self, tensor: LazyTensor) -> torch.Tensor:
-        """A tensor without values in its place."""
+        """Returns a tensor without values that stands in for a lazy one."""
         empty = torch.empty(tensor.shape, device="meta")
         self._note(empty, tensor)
         return empty
 
     def of(self, tensor: Any) -> LazyTensor | None:
-        """What a tensor is made of, if that is known."""
+        """Returns the composition of a tensor, or None if it is unknown."""
         return self._made.get(id(tensor), (None, None))[1]
 
     def _note(self, tensor: torch.Tensor, made: LazyTensor) -> None:

@@ -9,7 +9,7 @@ NEIGHBOURS = {"interleaved": True}
 
 
 def rotated(config: Any) -> tuple[bool, ...]:
-    """Of Command A: layers with a window have positions, and those with a plain MLP, if the config forces them."""
+    """Returns whether each layer has positions: those with a window do; those with a plain MLP if forced."""
     forced = config.prefix_dense_sliding_window_pattern == 1
     layers = zip(config.layer_types or (), config.mlp_layer_types, strict=True)
     return tuple(window == "sliding_attention" or (forced and mlp == "dense") for window, mlp in layers)

@@ -1,4 +1,4 @@
-"""Architectures of which no more is known than that their experts are DeepSeek-V3's, or nearly."""
+"""Kimi Linear, MiMo-V2-Flash and others: only their experts are known, which are DeepSeek-V3's or similar."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gemma: weights of norms are kept less 1; norms after attention and MLP since Gemma 2."""
+"""Gemma: norms store their weights minus 1; norms after attention and MLP since Gemma 2."""
 
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts
 

@@ -1,4 +1,4 @@
-"""GLM: neighbours are rotated together, gate and up are packed; GLM-4-MoE is as DeepSeek-V3 in its experts."""
+"""GLM: neighbours are rotated together, gate and up are packed; GLM-4-MoE has DeepSeek-V3's kind of experts."""
 
 from megasched.language.module_specs import MlpSpec
 from megasched.model_adapters.families.deepseek import EXPERTS

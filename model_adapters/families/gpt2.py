@@ -1,4 +1,4 @@
-"""GPT-2: HF ``Conv1D`` layers, q, k, v packed into one of them."""
+"""GPT-2: HF ``Conv1D`` layers; one of them computes q, k and v."""
 
 from megasched.language.module_specs import MlpSpec
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts

@@ -1,4 +1,4 @@
-"""GPT-NeoX: q, k, v packed head by head ([heads, 3, head_dim]), so that whole heads are cut as they lie."""
+"""GPT-NeoX: q, k, v packed head by head ([heads, 3, head_dim]), so that whole heads are sharded in place."""
 
 from megasched.model_adapters.registry import Adapter, AttentionFacts
 

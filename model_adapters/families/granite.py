@@ -1,4 +1,4 @@
-"""Granite and Bamba: attention with a scale of its own, some with Mamba layers, some with experts."""
+"""Granite and Bamba: attention with its own scale; some have Mamba layers, some experts."""
 
 from megasched.model_adapters.registry import Adapter, AttentionFacts, MoeFacts
 

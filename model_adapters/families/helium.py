@@ -1,4 +1,4 @@
-"""Helium: Llama, but that neighbours are rotated together."""
+"""Helium: Llama's structure, but neighbours are rotated together."""
 
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts
 

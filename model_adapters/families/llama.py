@@ -1,4 +1,4 @@
-"""Llama, by which facts are told, and architectures that are put together alike."""
+"""Llama, whose facts are the defaults of all families, and architectures with the same structure."""
 
 from megasched.language.module_specs import MlpSpec
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts

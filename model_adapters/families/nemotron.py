@@ -1,4 +1,4 @@
-"""Nemotron: LayerNorm less 1 and an MLP without a gate; Nemotron-H has Mamba layers and DeepSeek-V3's experts."""
+"""Nemotron: LayerNorm weights minus 1, an MLP without a gate; Nemotron-H: Mamba layers, DeepSeek-V3's experts."""
 
 from megasched.language.module_specs import MlpSpec
 from megasched.model_adapters.families.deepseek import EXPERTS

@@ -1,4 +1,4 @@
-"""OPT: attention views its heads by a count of its own. BioGPT and XGLM have its layers (fairseq's names)."""
+"""OPT: attention views its heads by its own count. BioGPT and XGLM have the same layers (fairseq's names)."""
 
 from megasched.language.module_specs import MlpSpec
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts

@@ -1,4 +1,4 @@
-"""Qwen: experts with one that all tokens see, but in Qwen3-MoE; gated attention since Qwen3-Next."""
+"""Qwen: experts, with a shared one except in Qwen3-MoE; gated attention since Qwen3-Next."""
 
 from dataclasses import replace
 

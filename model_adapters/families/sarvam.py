@@ -1,4 +1,4 @@
-"""Sarvam: GLM-4-MoE's layers; another has latent attention of which nothing is known."""
+"""Sarvam: GLM-4-MoE's layers; of the variant with latent attention only the experts are known."""
 
 from megasched.model_adapters.families.deepseek import EXPERTS
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts

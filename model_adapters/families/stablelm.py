@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm; a parallel residual, where the config asks for it, is its own."""
+"""StableLM: Llama with LayerNorm; Megatron's layer has no parallel residual, which the config can ask for."""
 
 from megasched.model_adapters.registry import Adapter, AttentionFacts, LayerFacts
 

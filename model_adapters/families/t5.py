@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder, one table of tokens for both, tables of biases with a column for each head."""
+"""T5: an encoder and a decoder that share one token embedding, and tables of biases with a column per head."""
 
 from megasched.model_adapters.registry import Adapter
 

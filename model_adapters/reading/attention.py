@@ -1,4 +1,4 @@
-"""Reads off a definition how its attention is put together, or why Megatron's own can't stand for it."""
+"""Reads the structure of a definition's attention, or the reason why Megatron's own can't replace it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HEAD_NORMS = (("self_attn.q_norm", "self_attn.k_norm"), ("self_attn.q_layernorm"
 
 
 def rotated_by_flag(config: Any) -> tuple[bool, ...]:
-    """Says whether each layer has rotary positions, by the config's ``no_rope_layers``; empty: all have."""
+    """Returns whether each layer has rotary positions, by the config's ``no_rope_layers``; empty if all have."""
     return tuple(bool(rotated) for rotated in getattr(config, "no_rope_layers", None) or ())
 
 
 def rotated_in_windows(config: Any) -> tuple[bool, ...]:
-    """Says the same where only layers with a window have them; all have, if there is no window."""
+    """Returns the same if only layers with a window have them; without a window, ``rotated_by_flag`` decides."""
     if config.sliding_window is None:
         return rotated_by_flag(config)
     return tuple(kind == "sliding_attention" for kind in _layer_types(config))
@@ -38,18 +38,18 @@ def rotated_in_windows(config: Any) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Holds what of a family's attention can't be read off its definition; by default it is as in Llama's.
+    """Holds the facts about a family's attention that its definition does not show; the defaults are Llama's.
 
     Norms of heads, windows and scales are read. Each family's facts are proven in tests/parity/test_attentions.py.
 
     Attributes:
-        differs: fields of ``AttentionSpec`` that have other values than Llama's, e.g.
-            ``{"out": "self_attn.dense"}``.
+        differs: fields of ``AttentionSpec`` whose values are not Llama's, e.g. ``{"out": "self_attn.dense"}``.
         dropout: field of the config with the probability of dropout of attention.
-        out_dropout: the same of what the module returns; empty: nothing of that is dropped.
-        one_window: the config's ``sliding_window`` is every layer's; otherwise ``layer_types`` says whose it is.
-        rotated: says of a config whether each layer has rotary positions; empty: all have.
-        mla: q, k and v are made of compressed forms, as in DeepSeek-V3.
+        out_dropout: field with the probability of dropout of the module's output; empty for no dropout.
+        one_window: the config's ``sliding_window`` holds for every layer; otherwise ``layer_types`` names its
+            layers.
+        rotated: returns for a config whether each layer has rotary positions; empty if all have.
+        mla: q, k and v are projected from compressed forms, as in DeepSeek-V3.
     """
 
     differs: Mapping[str, Any] = field(default_factory=dict)
@@ -61,8 +61,7 @@ class AttentionFacts:
 
 
 def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | str:
-    """Says how attention in a definition's decoder layers is put together, or why Megatron's can't stand for
-    it."""
+    """Returns the spec of attention in a definition's layers, or the reason why Megatron's can't replace it."""
     config: Any = model.config
     differs = dict(facts.differs)
     if getattr(config, "position_embedding_type", "rope") != "rope":
@@ -92,19 +91,19 @@ def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | s
 
 
 def layers_with(attention: AttentionSpec, model: nn.Module) -> list[str]:
-    """Lists the paths of the layers that have such attention."""
+    """Returns the paths of the layers that have such attention."""
     ending = f".{attention.out}"
     return [path.removesuffix(ending) for path, _ in model.named_modules() if path.endswith(ending)]
 
 
 def norm_eps(norm: Any) -> float:
-    """Returns a norm's epsilon, by whatever name it goes."""
+    """Returns a norm's epsilon, whatever its attribute is called."""
     found = getattr(norm, "variance_epsilon", None)  # which may be 0
     return norm.eps if found is None else found
 
 
 def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
-    """Adds the norms of heads that there are, and their epsilon; or says why there is no such."""
+    """Adds the norms of heads, if any, and their epsilon; returns the reason if Megatron has no such norms."""
     first = dict(model.get_submodule(layers[0]).named_parameters())
     names = next((pair for pair in HEAD_NORMS if f"{pair[0]}.weight" in first), None)
     if names is None:
@@ -118,7 +117,7 @@ def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -
 
 
 def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
-    """Adds what attention and rotary positions are scaled by, or says why it is not one number."""
+    """Adds the scales of attention and rotary positions; returns the reason if layers differ in one."""
     modules: list[Any] = [model.get_submodule(f"{layer}.{attention.module}") for layer in layers]
     scales = {module.scaling for module in modules}
     if len(scales) > 1:
@@ -162,7 +161,7 @@ def _mla(config: Any, model: Any) -> MlaSpec:
 
 
 def why_unwanted(config: Any, wanted_values: Mapping[str, tuple[Any, ...]]) -> str:
-    """Names a field of a config whose value Megatron's layer would not heed; empty where there is none."""
+    """Returns a reason that names a field of a config whose value Megatron's layer would ignore; empty if none."""
     for name, wanted in wanted_values.items():
         if getattr(config, name, wanted[0]) not in wanted:
             return f"{name} is {getattr(config, name)!r}, and Megatron's layer computes what {wanted[0]!r} does"

@@ -1,4 +1,4 @@
-"""Reads off a definition how its decoder layers are put together, or why Megatron's own can't stand for them."""
+"""Reads the structure of a definition's decoder layers, or the reason why Megatron's can't replace them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ WANTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Holds what of a family's decoder layers can't be read off its definition; by default they are as Llama's.
+    """Holds the facts about a family's decoder layers that its definition does not show; the defaults are Llama's.
 
     Each family's facts are proven in tests/parity: by test_levels.py, test_layer_kinds.py, test_mixture_blocks.py
     or test_latent_blocks.py.
 
     Attributes:
-        differs: fields of ``LayerSpec`` that have other values than Llama's, e.g. ``{"input_norm": "ln_1"}``.
-        dropout: field of the config with the probability of dropout in what is added to the hidden state.
+        differs: fields of ``LayerSpec`` whose values are not Llama's, e.g. ``{"input_norm": "ln_1"}``.
+        dropout: field of the config with the probability of dropout in the outputs added to the hidden state.
     """
 
     differs: Mapping[str, Any] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class LayerFacts:
 
 
 def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | str) -> LayerSpec | str:
-    """Says how the decoder layers of a definition are put together, or why Megatron's layer can't stand for them.
+    """Returns the spec of a definition's decoder layers, or the reason why Megatron's can't replace them.
 
     Args:
-        attention: what is known of their attention, or why nothing is.
+        attention: spec of their attention, or the reason why there is none.
     """
     config: Any = model.config
     reason = _why_not(config)

@@ -1,5 +1,7 @@
-"""Finds the MLPs that Megatron's own ``MLP`` can compute, by the numbers that a small copy of them computes, not
-by the names of architectures."""
+"""Finds the MLPs that Megatron's own ``MLP`` can compute.
+
+They are found by the numbers that small copies compute, not by the names of architectures.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ _HIDDEN, _INSIDE = 6, 10
 
 
 def read_mlps(model: nn.Module) -> dict[str, MlpSpec | str]:
-    """Maps the path of each module in a list of layers that is made of two or three linears and no other
-    parameters, as an MLP is, to how Megatron's can stand for it, or why it can't."""
+    """Returns each module that looks like an MLP by its path: its spec, or why Megatron's can't replace it.
+
+    Such a module is in a list of layers, and consists of two or three linears without other parameters.
+    """
     found: dict[str, MlpSpec | str] = {}
     known: dict[Any, MlpSpec | str] = {}
     for path, module in model.named_modules():
@@ -39,16 +43,18 @@ def read_mlps(model: nn.Module) -> dict[str, MlpSpec | str]:
 
 
 def _name_in_layer(path: str) -> str:
-    """Returns what comes after the number of a layer; empty where nothing does, or where it is in a list of its
-    own, as experts are that each see some of the tokens."""
+    """Returns the part of a path after the number of a layer; empty if there is none.
+
+    It is also empty for modules in a list within a layer, such as experts, each of which gets only some of the
+    tokens.
+    """
     parts = path.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] + 1 :]) if len(numbers) == 1 else ""
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the linears by their names, where a module is made of two or three of them and has no other
-    parameters; else none."""
+    """Returns a module's linears by name; none unless it consists of two or three and no other parameters."""
     found = {name: child for name, child in module.named_children() if is_linear(child)}
     inside = {id(parameter) for linear in found.values() for parameter in linear.parameters()}
     others = any(id(parameter) not in inside for parameter in module.parameters())
@@ -56,7 +62,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str:
-    """Says how an MLP is put together, in names relative to it."""
+    """Returns the spec of an MLP in names relative to it, or the reason why Megatron's can't replace it."""
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         return "it drops out in training, and Megatron's does not"
     reason = "it computes something else than Megatron's"
@@ -80,7 +86,7 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str
 
 
 def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:
-    """Yields the ways in which the sizes of linears fit together."""
+    """Yields the specs that fit the sizes of the linears."""
     for *inputs, down in permutations(linears):
         (hidden, inside), ends = _sizes(linears[inputs[0]]), _sizes(linears[down])
         if len(inputs) == 2 and ends == (inside, hidden) and _sizes(linears[inputs[1]]) == (hidden, inside):
@@ -92,13 +98,13 @@ def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:
 
 
 def _sizes(linear: Any) -> tuple[int, int]:
-    """Returns the features of input and output."""
+    """Returns the numbers of input and output features."""
     outputs = output_axis(linear)
     return linear.weight.shape[1 - outputs], linear.weight.shape[outputs]
 
 
 def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) -> Any:
-    """Makes a copy with small linears, in training."""
+    """Returns a copy with small linears, in training mode."""
     small = copy.copy(module)
     small.__dict__ = {**vars(module), "_modules": dict(module._modules), "training": True}
     inside = 2 * _INSIDE if mlp.gate_up else _INSIDE
@@ -131,6 +137,6 @@ def _computed(small: Any, mlp: MlpSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _under(path: str, mlp: MlpSpec) -> MlpSpec:
-    """Says the same in names relative to the layer."""
+    """Returns the spec with names relative to the layer."""
     names = {field: getattr(mlp, field) for field in ("gate", "up", "down", "gate_up")}
     return replace(mlp, **{field: name and f"{path}.{name}" for field, name in names.items()})

@@ -1,4 +1,4 @@
-"""Reads off a definition how its mixtures of experts are put together, or why Megatron's can't stand for them."""
+"""Reads the structure of a definition's mixtures of experts, or the reason why Megatron's can't replace them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _ALPHA = 1.702  # of Megatron's quick_gelu (megatron/core/fusions/fused_bias_geg
 
 @dataclass(frozen=True)
 class MoeFacts:
-    """Holds what of a family's mixtures of experts can't be read off its definition: names in the module that is
-    the mixture, and how its router chooses. By default they are as in Qwen3-MoE.
+    """Holds the facts about a family's mixtures of experts that its definition does not show.
 
+    They are names in the mixture's module, and how its router chooses; the defaults are Qwen3-MoE's.
     Each family's facts are proven in tests/parity: by test_mixtures.py or test_mixture_blocks.py.
 
     Attributes:
-        router: the module that chooses; it has ``top_k`` and, where that is a choice, ``norm_topk_prob``,
-            ``num_group`` and ``topk_group``.
-        linear: the module with its weight, where that is another.
-        normalized: whether the weights of a token's experts add up to one; None: as ``norm_topk_prob`` says.
-        scale: attribute that the weights are multiplied with; empty for none.
-        best_of_group: groups are chosen by the sum of so many of their best scores; 0: in a way of their own.
+        router: the module that chooses; it has ``top_k`` and, if they vary, ``norm_topk_prob``, ``num_group`` and
+            ``topk_group``.
+        linear: the module with the router's weight, if it is another one.
+        normalized: whether the weights of a token's experts add up to one; None: the value of ``norm_topk_prob``.
+        scale: attribute with the factor of the weights; empty for none.
+        best_of_group: groups are chosen by the sum of this many of their best scores; 0: by another rule.
 
     The others are those of ``MoeSpec``.
     """
@@ -50,7 +50,7 @@ class MoeFacts:
 
 
 def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
-    """Says how the mixtures of a definition are put together, or why Megatron's can't stand for them."""
+    """Returns the spec of a definition's mixtures, or the reason why Megatron's can't replace them."""
     config: Any = text_config(model.config)
     paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
     if not paths:
@@ -85,7 +85,7 @@ def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
 
 
 def _has(module: nn.Module, path: str) -> bool:
-    """Says whether there is such a module or buffer."""
+    """Returns whether there is a module or buffer at this path."""
     parent, _, name = path.rpartition(".")
     return hasattr(module.get_submodule(parent), name)
 
@@ -107,7 +107,7 @@ def _normalized(facts: MoeFacts, router: Any) -> bool:
 
 
 def _groups(router: Any, config: Any) -> tuple[int, int]:
-    """Counts the groups of experts, and how many of them are chosen; 1 and 1 where all are."""
+    """Returns the number of groups of experts and how many of them are chosen; (1, 1) if all are."""
     groups, chosen = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
     limited = getattr(config, "topk_method", "group_limited_greedy") == "group_limited_greedy"
     return (groups, chosen) if chosen < groups and limited else (1, 1)
@@ -139,8 +139,11 @@ def _why_not_activated(experts: Any, shared: Any) -> str:
 
 
 def _why_not_routed(facts: MoeFacts, router: Any, grouped: tuple[int, int]) -> str:
-    """Says what of routers Megatron's does otherwise (``topk_routing_with_score_function`` and
-    ``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py)."""
+    """Returns how Megatron's router would differ from the definition's; empty if it does not.
+
+    See ``topk_routing_with_score_function`` and ``group_limited_topk`` in
+    megatron/core/transformer/moe/moe_utils.py.
+    """
     chosen, normalized = router.top_k, _normalized(facts, router)
     if _scores(facts, router) == "sigmoid" and normalized != (chosen > 1):
         adds = "add up to one" if normalized else "are the scores themselves"

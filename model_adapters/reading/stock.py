@@ -1,8 +1,8 @@
-"""Tells whether modules of a definition are as transformers makes them.
+"""Checks whether modules of a definition are unaltered classes of transformers.
 
-What Megatron's layers, attention and mixtures compute was compared with transformers' own classes. A class that
-comes with a model folder may have altered any part of one, so its parts are compared with those of transformers'
-model of the same config: types, what instances hold, and the code of classes.
+Megatron's layers, attention and mixtures were compared with transformers' own classes. A class that comes with a
+model folder may have altered any part of one, so its parts are compared with those of transformers' model of the
+same config: types, contents of instances, and the code of classes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> str:
-    """Says what of the modules at these paths, and of those in them, is not as transformers has it; empty for
-    nothing.
+    """Returns how the modules at these paths, or their submodules, differ from transformers'; empty if not.
 
     Args:
-        around: whether what calls the modules counts, too: it hands them positions and masks.
+        around: also check the modules that call them, which pass them positions and masks.
     """
     paths = list(paths)
     outside = sorted({parent for path in paths for parent in _parents(path)}) if around else []
@@ -63,8 +62,10 @@ def why_altered(model: Any, paths: Iterable[str], *, around: bool = False) -> st
 
 
 def _twin(model: Any) -> Any:
-    """Makes transformers' model of the same config, which is the definition itself where it is one; or says why
-    there is none."""
+    """Returns transformers' model of the same config, or the reason why there is none.
+
+    It is the definition itself if that is transformers'.
+    """
     if type(model).__module__.startswith("transformers."):
         return model
     if model not in _TWINS:
@@ -83,7 +84,7 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def _unlike(model: nn.Module, others: Mapping[str, nn.Module], path: str) -> str:
-    """Says in what a module, or one inside, differs from transformers', which are given by their paths."""
+    """Returns how a module, or one inside, differs from transformers', which are given by path; empty if not."""
     for inner, module in model.get_submodule(path).named_modules():
         place = f"{path}.{inner}" if inner else path
         other = others.get(place)
@@ -99,7 +100,7 @@ def _unlike(model: nn.Module, others: Mapping[str, nn.Module], path: str) -> str
 
 
 def _tensors(module: nn.Module) -> dict[str, Any]:
-    """Returns the names and shapes of parameters, and the values of buffers."""
+    """Returns the shapes of parameters and the values of buffers, by name."""
     shapes = {name: None if held is None else tuple(held.shape) for name, held in module._parameters.items()}
     return {**shapes, **module._buffers}
 
@@ -128,7 +129,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _overridden(own: type, other: type) -> str:
-    """Says what the class of a module around has of its own."""
+    """Returns how the class of an enclosing module overrides transformers'; empty if it does not."""
     if own is other:
         return ""
     if not issubclass(own, other):
@@ -143,8 +144,10 @@ def _overridden(own: type, other: type) -> str:
 
 @cache
 def _foreign(kind: type) -> str:
-    """Names a method of a class of transformers' or torch's that is somebody else's, or a function that it calls
-    by a global name; empty where there is none."""
+    """Returns the name of a method, or of a global that its code uses, that is not transformers' or torch's.
+
+    It is empty if there is none.
+    """
     if not _ours(kind.__module__):
         return "__class__"
     for base in (base for base in kind.__mro__ if base.__module__.startswith("transformers.")):
@@ -156,8 +159,10 @@ def _foreign(kind: type) -> str:
 
 
 def _called(kind: type) -> dict[str, Any]:
-    """Returns what global names stand for in the code of a class's own methods, and in that of functions of the
-    same module that are called so."""
+    """Returns the values of global names in the code of a class's own methods.
+
+    The code of functions of the same module that are used by such a name is included.
+    """
     names: Mapping[str, Any] = vars(sys.modules[kind.__module__])
     found: dict[str, Any] = {}
     left = [function for value in vars(kind).values() for function in _functions(value)]
@@ -169,7 +174,7 @@ def _called(kind: type) -> dict[str, Any]:
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Lists the functions that a class keeps under one name, with those that they are wrapped around."""
+    """Returns the functions that a class holds under one name, and the functions that they wrap."""
     ends = [value.fget, value.fset, value.fdel] if isinstance(value, property) else [value]
     found = []
     for end in ends:
@@ -182,14 +187,16 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Returns the global names in the code of a function, and of those made in it."""
+    """Returns the global names in the code of a function, and in that of functions defined in it."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _known(value: Any) -> bool:
-    """Says whether a value holds no code but that of transformers, torch and Python. A function is known by the
-    module whose names it sees: under what name it goes can be set."""
+    """Returns whether a value holds only code of transformers, torch and Python.
+
+    A function belongs to the module whose globals it uses: its own name can be set.
+    """
     if functions := _functions(value):
         return all(_ours(function.__globals__.get("__name__")) for function in functions)
     if isinstance(value, dict):
@@ -209,8 +216,7 @@ def _known(value: Any) -> bool:
 
 
 def _ours(module: str | None) -> bool:
-    """Says whether a module comes with transformers, torch or Python; what says of none where it is from does
-    not."""
+    """Returns whether a module comes with transformers, torch, kernels, megasched, numpy or Python."""
     known = ("transformers", "torch", "kernels", "megasched")
     return module is not None and module.partition(".")[0] in (*known, *_standard())
 

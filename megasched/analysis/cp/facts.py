@@ -1,4 +1,4 @@
-"""What context parallelism does to a definition; found by ``sequence_run``."""
+"""Defines what the analysis of context parallelism finds about a definition (``cp/propagate.py``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from megasched.language.tensor_types import ShardDim
 
 
 class CpRegion(NamedTuple):
-    """A module that is run on the whole sequence.
+    """Describes a module that runs on the whole sequence.
 
     Attributes:
-        inputs: where the sequence is in its arguments: number of a leaf in
-            ``tree_flatten((args, kwargs))``.
-        outputs: the same in what it returns.
+        inputs: sequence dimension of each split argument, by its number in ``tree_flatten((args, kwargs))``.
+        outputs: sequence dimension of each output that is as long as the sequence, by the leaf's number.
     """
 
     inputs: Mapping[int, ShardDim]
@@ -26,15 +25,15 @@ class CpRegion(NamedTuple):
 
 @dataclass
 class CpFacts:
-    """What context parallelism does to a definition.
+    """Holds what context parallelism does to a definition.
 
     Attributes:
-        regions: modules that are run on the whole sequence.
+        regions: modules that run on the whole sequence.
         attention: modules whose attention gets the keys of all ranks.
-        recorded: module around the layers -> those leaves of what it returns that HF's hooks recorded inside of
-            layers, and where the sequence is in them; they are gathered there.
-        takes_positions: the forward takes ``position_ids``.
-        problems: what can't be made right.
+        recorded: module around the layers -> those leaves of its output that HF's hooks recorded inside of layers,
+            and their sequence dimensions; they are gathered there.
+        takes_positions: whether the forward takes ``position_ids``.
+        problems: why context parallelism would be wrong.
     """
 
     regions: dict[str, CpRegion] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What operations do to a sequence that is split over context parallel ranks; see ``SequenceFlow``."""
+"""Follows what operations do to a sequence that is split over context-parallel ranks; see ``SequenceFlow``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _WRITES = "_"  # ends the name of an operation that changes its operand
 
 
 class SequenceFlow(ScalarAnswers):
-    """A run that follows where the sequence is in every tensor, and what was made of a part of it alone.
+    """Follows the sequence dimension of every tensor in a run, and values made of one part of the sequence.
 
     Attributes:
-        places: id of a tensor -> where the sequence is in it.
-        local: id of a tensor -> how its values came to depend on more than its own tokens.
-        wanted: modules that must be run on the whole sequence.
-        plan: what was found.
+        places: id of a tensor -> its sequence dimension.
+        local: id of a tensor -> how its values came to depend on more than their own tokens.
+        wanted: modules that must run on the whole sequence.
+        plan: the facts found so far.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SequenceFlow(ScalarAnswers):
         self.packing = 0
 
     def shard_of(self, tensor: torch.Tensor) -> ShardDim | None:
-        """Where the sequence is in a tensor; None for one that is the same on all ranks."""
+        """Returns the sequence dimension of a tensor; None for a tensor that is not split along the sequence."""
         return self.places.get(id(tensor))
 
     def _put(self, tensor: torch.Tensor, along: ShardDim) -> None:
@@ -138,7 +138,7 @@ class SequenceFlow(ScalarAnswers):
                     self._spoil_all(name, [tensor], self._origin(f"{name.strip('_')} writes into a larger tensor"))
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """A function with a backward of its own, which may take other tokens' gradients than its own."""
+        """Checks a function with its own backward, which may use the gradients of other tokens."""
         outputs = tensors_in(output)
         if self.inside:  # where each rank has the whole sequence, and of a gradient the term of its own part
             if not self.functions.works_on_shards(function, args, output, lambda tensor: None):
@@ -156,7 +156,7 @@ class SequenceFlow(ScalarAnswers):
             self._spoil_all("", outputs, origin)
 
     def packs(self, change: int) -> None:
-        """Code enters, or leaves, hooks of its own on the tensors that are saved for the backward pass."""
+        """Counts how many of the definition's own hooks on tensors saved for the backward pass are active."""
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
@@ -164,17 +164,24 @@ class SequenceFlow(ScalarAnswers):
         self.hooked(tensor)
 
     def hooked(self, tensor: torch.Tensor) -> None:
-        """A hook sees the gradient of a tensor, which must be whole on each rank then. That of a parameter is not,
-        nor is any inside of a region, of which a rank hands out its own part; nothing is followed in silence."""
+        """Reports a hook that sees the gradient of a tensor where a rank has only a part of that gradient.
+
+        These are the gradients of split or local tensors, of parameters, and of all tensors inside a region, of
+        which a rank hands out its own part. During a silent call every hook counts, as no tensor is followed
+        there.
+        """
         of_part = id(tensor) in self.places or self._origin_of(tensor) is not None
         if self.silent or self.inside or of_part or isinstance(tensor, nn.Parameter):
             what = "context parallelism: a hook is handed a gradient of which each rank has a part"
             self._problem(self.stack[-1].path if self.stack else "", what, REMEDY)
 
     def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> None:
-        """Of no part of the sequence. Where it is as long as one, constants are harmless, and counted places are
-        not. What is made of nothing may also be twice as long, or one longer, or be filled with the length: a run
-        of another length tells."""
+        """Notes the outputs of an operation on no part of the sequence.
+
+        An output that is as long as a part is harmless where it is a constant, and local where positions were
+        counted. A tensor made of nothing may also be twice as long, or one longer, or be filled with the length:
+        its sizes and numbers are noted for comparison with a run of another length.
+        """
         of_nothing = name in CONSTANTS or not tensors_in((args, kwargs))
         sizes: list[Any] = []
         for tensor in outputs:
@@ -205,9 +212,11 @@ class SequenceFlow(ScalarAnswers):
             self.numbers.append((self.stack[-1].path if self.stack else "", "tensor", repr(values)))
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """A number that is made of a part decides on something: of the longest position, e.g., which rotary
-        frequencies are used. By how many there are of a kind, code goes on in any case; questions that decide on
-        nothing are checks of the token ids."""
+        """Asks for the whole sequence where a number made of a part of it decides what the code does.
+
+        The longest position, for example, decides which rotary frequencies are used. A question about how many
+        elements there are always counts. Other questions that decide nothing are checks of the token ids.
+        """
         if self.silent or self.inside or site is None:
             return
         for tensor in tensors:
@@ -223,8 +232,7 @@ class SequenceFlow(ScalarAnswers):
         self.kept += tensors
 
     def _is_whole(self, operands: list[torch.Tensor]) -> bool:
-        """Whether an operation takes what was gathered, and no part of the sequence with it: it sees the true
-        length."""
+        """Returns whether an operation takes gathered tensors and no part, so that it sees the true length."""
         parts = any(id(tensor) in self.places or self._origin_of(tensor) is not None for tensor in operands)
         return not parts and any(id(tensor) in self.whole for tensor in operands)
 
@@ -234,8 +242,11 @@ class SequenceFlow(ScalarAnswers):
         return Origin(self._region_here(), self.stack[-1].path if self.stack else "", why)
 
     def _region_here(self) -> str | None:
-        """The module to be run on the whole sequence for what runs now: in a layer the outermost one below it, or
-        else the layer; outside of layers the innermost one. It must be handed a part, to know the length."""
+        """Returns the path of the module to run on the whole sequence for the operation that runs now.
+
+        In a layer it is the outermost module below the layer, or else the layer; outside of layers, the innermost
+        one. It must be handed a part of the sequence, to know the length. None where no module qualifies.
+        """
         calls = [call for call in self.stack if any(id(t) in self.places for t in tensors_in(call[1:]))]
         for call in calls:
             index = self.structure.index_of(call.path)
@@ -247,7 +258,7 @@ class SequenceFlow(ScalarAnswers):
         return layers[-1] if layers else others[-1] if others else None
 
     def _need(self, origin: Origin) -> None:
-        """What came about there is needed right: the whole sequence has to be there."""
+        """Marks the origin's module to be run on the whole sequence, or reports why that is not possible."""
         path, what = origin.region, f"context parallelism: it needs the whole sequence ({origin.why})"
         if path is None:
             self._problem(origin.path, f"{what}, and no module of its own is handed it", REMEDY)

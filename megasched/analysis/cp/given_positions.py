@@ -1,8 +1,8 @@
-"""Whether a definition that is given the positions 0, 1, 2, ... computes what it does when it is given none.
+"""Checks whether a definition given the positions 0, 1, 2, ... computes what it computes when given none.
 
-It need not: RoBERTa counts from the padding token's number on by itself, and takes what it is given as it is. A
-run of each kind tells: floating-point tensors are on meta, but what is made of token ids and positions alone has
-its values, up to where it meets what is on meta. These values must be the same.
+RoBERTa does not: by itself it counts from the padding token's number on, and it uses given positions unchanged. A
+run of each kind tells. Floating-point tensors are on meta, but a tensor made of token ids and positions alone has
+its values, up to where it meets a tensor on meta. These values must be equal in both runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CPU = torch.device("cpu")
 
 
 def takes_counted_positions(model: nn.Module) -> bool:
-    """Whether ``position_ids`` that count from 0 change nothing."""
+    """Returns whether ``position_ids`` that count from 0 change nothing."""
     return _met(model, {}) == _met(model, {"position_ids": torch.arange(_LENGTH)[None]})
 
 
 class ValuesRun(ScalarAnswers):
-    """A run in which tensors that are not on meta keep their values.
+    """Runs a definition so that tensors that are not on meta keep their values.
 
     Attributes:
         met: operation, and values that were handed to it together with tensors on meta.
@@ -61,7 +61,7 @@ class ValuesRun(ScalarAnswers):
 
 
 def with_values(model: nn.Module) -> tuple[nn.Module, torch.Tensor]:
-    """A copy on meta for a ``ValuesRun``, whose whole numbers are real; and token ids [1, s] for it."""
+    """Returns a copy on meta for a ``ValuesRun``, with real integer buffers, and token ids [1, s] for it."""
     probe = meta_copy(model)
     for (_, module), (_, copied) in zip(model.named_modules(), probe.named_modules(), strict=True):
         for name, buffer in module._buffers.items():
@@ -80,7 +80,7 @@ def _met(model: nn.Module, positions: dict[str, torch.Tensor]) -> list[tuple[str
 
 
 def _tokens(model: nn.Module) -> torch.Tensor:
-    """Token ids [1, s] that are not padding, which a definition may not count."""
+    """Returns token ids [1, s] without padding, which a definition may leave out of its count."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return torch.tensor([[token for token in range(_LENGTH + 1) if token != padding][:_LENGTH]])
 

@@ -1,6 +1,6 @@
-"""Whether a definition keeps the sequences of a row apart: found by runs on meta, never by names.
+"""Decides from runs on meta, never from names, whether a definition keeps the sequences of a row apart.
 
-Attention does, where HF makes its mask. A convolution, a recurrence or attention code of a model's own carries one
+Attention does, where HF makes its mask. A convolution, a recurrence or a model's own attention code carries one
 sequence into the next, and no mask helps: such a model gets one sequence a row.
 """
 
@@ -30,11 +30,11 @@ REMEDY = "one conversation a line of the data file, so that a row holds one sequ
 
 @dataclass
 class PackedFacts:
-    """What packed sequences do to a definition.
+    """Holds what packed sequences do to a definition.
 
     Attributes:
         problems: why a row can hold one sequence only; empty where it can hold several.
-        hands_on_bounds: the definition hands ``cu_seq_lens_q`` on to its layers and to attention.
+        hands_on_bounds: whether the definition passes ``cu_seq_lens_q`` on to its layers and to attention.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -42,9 +42,10 @@ class PackedFacts:
 
 
 def plan_packed(model: nn.Module, structure: LayerStack, sequence: CpFacts) -> PackedFacts:
-    """
+    """Decides whether a row of a model's batch can hold several sequences.
+
     Args:
-        sequence: what of a model needs a whole sequence, and what is each token's own.
+        sequence: which modules need a whole sequence, from the analysis of context parallelism.
     """
     if not takes_positions(model):
         what = "packed sequences: its forward takes no position_ids, by which it could tell them apart"
@@ -70,7 +71,7 @@ def plan_packed(model: nn.Module, structure: LayerStack, sequence: CpFacts) -> P
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """HF takes all positions for those of one sequence: on meta it can't see where one begins."""
+    """Runs its body with HF taking a row for one sequence: on meta HF can't see where a sequence begins."""
     from transformers import masking_utils
 
     real = masking_utils.find_packed_sequence_indices
@@ -82,17 +83,18 @@ def one_sequence_a_row() -> Iterator[None]:
 
 
 def takes_bounds(model: nn.Module) -> bool:
-    """Whether a definition's forward takes keyword arguments that it does not name."""
+    """Returns whether a definition's forward takes keyword arguments that it does not name."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _attention_calls(model: nn.Module) -> list[tuple[str, bool, bool]]:
-    """Of each call of attention in a run of two sequences in a row: the module's path, whether its mask divides
-    them, whether it got their bounds.
+    """Runs two sequences in a row, and returns one tuple for each call of attention.
+
+    Each has the module's path, whether the mask divides the sequences, and whether the call got their bounds.
 
     Raises:
-        ScheduleError: the run fails, as one with positions that begin anew may.
+        ScheduleError: the run fails, as it may with positions that begin anew.
     """
     found: list[tuple[str, bool, bool]] = []
     paths: list[str] = []
@@ -124,7 +126,7 @@ def _attention_calls(model: nn.Module) -> list[tuple[str, bool, bool]]:
 
 
 def _divides(mask: torch.Tensor | None) -> bool:
-    """Whether a mask [b, 1, s, s] lets no token of the second sequence see one of the first, nor the other way."""
+    """Returns whether a mask [b, 1, s, s] keeps the tokens of each of the two sequences from seeing the other."""
     if mask is None or mask.is_meta or mask.dim() != 4:
         return False
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -1,10 +1,10 @@
-"""What needs the whole sequence under context parallelism: found by a run on meta, never by names.
+"""Finds the modules that need the whole sequence under context parallelism, by a run on meta, never by names.
 
-Each rank has a part of the sequence, and a definition is run on that as if it were all. That is exact as long as
-each token is computed by itself, and where attention goes through HF's registry. This run follows where the
-sequence is in every tensor. A value that may depend on other tokens, or on places that were counted on this part
-alone, is *local*: it spoils what it meets. The module in which it came about is then run on the whole sequence, on
-every rank; where there is no such module, context parallelism is refused.
+Each rank has a part of the sequence, and runs the definition on it as if it were the whole. That is exact as long
+as each token is computed by itself, and where attention goes through HF's registry. This run follows the sequence
+dimension of every tensor. A value is *local* if it may depend on other tokens, or on positions that were counted
+on this part alone, and so is every value made of it. The module in which it came about then runs on the whole
+sequence on every rank. Where there is no such module, context parallelism is refused.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def plan_sequence(
     positions_count: Callable[[nn.Module], bool] = takes_counted_positions,
     ways: Ways = NO_OTHERS,
 ) -> CpFacts:
-    """What context parallelism over ``size`` ranks does to a causal language model.
+    """Finds what context parallelism over ``size`` ranks does to a causal language model.
 
     Args:
-        refuse_region: why a module can't be run on the whole sequence; empty where it can.
-        positions_count: whether positions that count from 0 are what the model makes by itself.
-        ways: through its code.
+        refuse_region: returns why a module can't run on the whole sequence; empty where it can.
+        positions_count: whether positions that count from 0 are those that the model makes by itself.
+        ways: the ways through its code.
     """
     regions: frozenset[str] = frozenset()
 
     def run_by(way: Way, number: int) -> SequenceRun:
-        """A run with the first or the second of two lengths."""
+        """Runs the model with the first or the second of two lengths."""
         batch, lengths = trial_sizes(model, size, way.length or 0)
         own = (batch, lengths[number]), regions, refuse_region, dict(way.answers), ways.deciding
         run = SequenceRun(meta_copy(model), structure, size, *own)
@@ -90,7 +90,7 @@ def plan_sequence(
 
 
 def _join(plan: CpFacts, other: CpFacts, way: Way) -> None:
-    """Adds what another way through the code tells."""
+    """Adds the facts that another way through the code shows."""
     for name in ("regions", "recorded"):
         held, more = getattr(plan, name), getattr(other, name)
         for path in (path for path in held.keys() & more.keys() if held[path] != more[path]):
@@ -103,10 +103,10 @@ def _join(plan: CpFacts, other: CpFacts, way: Way) -> None:
 
 
 class SequenceRun(SequenceFlow):
-    """One run, with some modules run on the whole sequence."""
+    """Runs the model once, with some modules on the whole sequence."""
 
     def run(self) -> None:
-        """Runs the model once; ``wanted`` and ``plan`` say what was found."""
+        """Runs the model, and fills ``wanted`` and ``plan``."""
         ids = torch.zeros(self.batch, self.length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         self.plan.takes_positions = takes_positions(self.model)
@@ -195,7 +195,7 @@ class SequenceRun(SequenceFlow):
         return torch.utils._pytree.tree_unflatten(leaves, structure)
 
     def _leave(self, path: str, output: Any) -> Any:
-        """A rank's own part of what is as long as the whole sequence."""
+        """Returns a module's output with each tensor as long as the whole sequence cut to a rank's own part."""
         leaves, structure = torch.utils._pytree.tree_flatten(output)
         outputs = {}
         for index, leaf in enumerate(leaves):
@@ -213,7 +213,7 @@ class SequenceRun(SequenceFlow):
         return torch.utils._pytree.tree_unflatten(leaves, structure)
 
     def _leave_layers(self, path: str, output: Any) -> Any:
-        """What HF's hooks recorded inside of layers is gathered where the module around the layers returns it."""
+        """Gathers what HF's hooks recorded inside of layers, where the module around the layers returns it."""
         leaves, _ = torch.utils._pytree.tree_flatten_with_path(output)
         found = {leaf_path: self.shard_of(leaf) for leaf_path, leaf in leaves if id(leaf) in self.recorded}
         for leaf in (leaf for leaf_path, leaf in leaves if leaf_path in found):
@@ -241,7 +241,7 @@ class SequenceRun(SequenceFlow):
     # calls that are known ----------------------------------------------------------------------------
 
     def _take_part(self, tensor: torch.Tensor, what: str) -> None:
-        """Something that must be a part of the sequence, each token by itself."""
+        """Checks that a tensor is a part of the sequence in which each token was computed by itself."""
         origin = self._origin_of(tensor)
         if origin is not None:
             self._need(origin)
@@ -259,7 +259,7 @@ class SequenceRun(SequenceFlow):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Attention through HF's registry gathers keys and values [b, heads, s, d] by itself."""
+        """Stands in for attention through HF's registry, which gathers keys and values [b, heads, s, d]."""
         if self.inside:
             with self._silently():
                 return self.attention(module, query, key, value, attention_mask, *args, **kwargs)

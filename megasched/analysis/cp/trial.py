@@ -1,4 +1,4 @@
-"""What a trial call for context parallelism is made of: its sizes, its arguments, and what masks are made of."""
+"""Defines the sizes and arguments of a trial call for context parallelism, and finds what masks are made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Numbers = tuple[Any, ...]
 
 
 class Origin(NamedTuple):
-    """Where a value came about that is no token's own.
+    """Says where a value came about that depends on more than its own token.
 
     Attributes:
         region: the module that would have to see the whole sequence; None where there is none.
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
 
 
 class RunningCall(NamedTuple):
-    """A module's call that is running."""
+    """Represents a module call that is in progress."""
 
     path: str
     args: Any
@@ -41,15 +41,15 @@ class RunningCall(NamedTuple):
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a definition's forward takes ``position_ids``."""
+    """Returns whether a definition's forward takes ``position_ids``."""
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def trial_sizes(model: nn.Module, size: int, at_least: int = 0) -> tuple[int, tuple[int, int]]:
-    """A batch, and two lengths of a part of a sequence, by which dimensions are known: no other is as long.
+    """Returns a batch size, and two lengths of a part of a sequence that no other dimension has.
 
     Args:
-        at_least: of the lengths.
+        at_least: lower bound of both lengths.
     """
     taken = {dim for tensor in (*model.parameters(), *model.buffers()) for dim in tensor.shape}
     config = getattr(model, "config", None)
@@ -65,13 +65,13 @@ def trial_sizes(model: nn.Module, size: int, at_least: int = 0) -> tuple[int, tu
 
 
 def dims_as_long(tensor: torch.Tensor, batch: int, length: int) -> list[ShardDim]:
-    """Dimensions of that length, or of batch and length flattened."""
+    """Returns the dimensions of a tensor that have that length, or are batch and length flattened."""
     outer = {length: 1, batch * length: batch}
     return [ShardDim(dim, outer[size]) for dim, size in enumerate(tensor.shape) if size in outer]
 
 
 def closed_over(function: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Tensors that a function of indices was made with."""
+    """Yields the tensors that a function of indices was made with."""
     seen = set() if seen is None else seen
     if id(function) in seen:
         return
@@ -88,10 +88,13 @@ def closed_over(function: Any, seen: set[int] | None = None) -> Iterator[torch.T
 
 
 def numbers_of_length(run: Sequence[Numbers], other: Sequence[Numbers]) -> list[Problem]:
-    """What a definition computes, outside of tensors, from the length that it sees, which is not the sequence's.
+    """Finds a number that a definition computes, outside of tensors, from the length of its part of the sequence.
 
     Args:
         run, other: element-wise operations, and those on nothing, of two runs that differ in the length alone.
+
+    Returns:
+        One problem, or none.
     """
     for one, two in zip_longest(run, other):
         if one != two:

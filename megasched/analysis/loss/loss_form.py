@@ -1,5 +1,7 @@
-"""Whether the loss of a definition is the cross entropy of its logits, which a run computes in its place; and
-where it is not, what labels its own code takes."""
+"""Decides whether a run can compute a definition's loss as the cross entropy of its logits.
+
+Where it can't, it finds which labels the definition's own code takes.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ _TORCH = vars(nn.Module()).keys()  # what torch keeps on every module
 
 
 def find_loss_form(model: Any, structure: LayerStack) -> LossForm:
-    """Tries a definition's loss.
+    """Finds the form of a definition's loss by trying it.
 
-    The definition's own forward runs on real numbers: the modules that it calls are taken for given and hand out
-    random ones. Its loss is compared with what a run has, the cross entropy of each label, in value and gradients.
+    The definition's own forward runs on real numbers, with random outputs in place of those of the modules that it
+    calls. Its loss is compared with a run's, the cross entropy of each label, in value and gradients.
 
     Args:
-        structure: of which ``layers`` and ``calls_loss`` count.
+        structure: the definition's layer stack, of which ``layers`` and ``calls_loss`` are used.
     """
     try:
         trial = _trial(model, structure, _LENGTH)
@@ -79,14 +81,14 @@ def find_loss_form(model: Any, structure: LayerStack) -> LossForm:
 
 
 class _Shifted(NamedTuple):
-    """A trial of a loss that goes by ``shift_labels``, and what labels its code takes."""
+    """Holds a trial of a loss that uses ``shift_labels``, and the labels that its code takes."""
 
     trial: LossTrial
     labels: LossLabels
 
 
 def _shifted(model: Any, structure: LayerStack) -> _Shifted | None:
-    """None where it does not go by them."""
+    """Returns a trial with ``shift_labels``; None where the loss does not use them."""
     try:
         trial = _trial(model, structure, _LENGTH, LossLabels(False, False, shifted=True))
         labels = trial.loss_labels()
@@ -96,7 +98,7 @@ def _shifted(model: Any, structure: LayerStack) -> _Shifted | None:
 
 
 def _same_by_ids_alone(trial: LossTrial, shifted: LossTrial) -> bool:
-    """Whether a loss is the same with labels alone, where that of the last position does not count."""
+    """Returns whether a loss is equal with labels alone, when that of the last position does not count."""
     labels = trial.labels.clone()
     labels[:, -1] = IGNORED
     moved = LossLabels(moved=True, ignored=True).arguments(labels)["labels"]
@@ -126,8 +128,7 @@ def _trial(model: Any, structure: LayerStack, length: int, takes: LossLabels = _
 
 
 def _fewer_labels(model: Any, structure: LayerStack) -> tuple[int, int] | None:
-    """A length of sequences, and how many of their first positions have no labels, for a forward that runs then
-    alone; None if there are none."""
+    """Returns a length and how many first positions have no labels, for a forward that runs only so, or None."""
     objective, probe = objective_of(model), meta_copy(model)
     for length in (_LENGTH, _LONG):
         inputs = objective.trial(getattr(probe, "config", None), BATCH, length) | objective.constants
@@ -142,7 +143,7 @@ def _fewer_labels(model: Any, structure: LayerStack) -> tuple[int, int] | None:
 
 
 def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_loss: bool) -> str:
-    """What of the loss is not the cross entropy of each label."""
+    """Returns how the loss differs from the cross entropy of each label; empty where it does not."""
     for labels, counted in trial.forms():
         try:
             output, leaves = trial.run(labels, per_token=True) if calls_loss else (own, given)
@@ -158,18 +159,20 @@ def _another(trial: LossTrial, own: Any, given: list[torch.Tensor], *, calls_los
 
 
 def why_another_at(model: Any, structure: LayerStack, batch: int, length: int) -> str:
-    """What of a loss that is else the cross entropy of each label is not so for a run's batches; empty where
-    nothing is.
+    """Returns how a loss differs from each label's cross entropy for a run's batches; empty where it does not.
 
     Args:
-        batch, length: of its micro-batches.
+        batch, length: sizes of its micro-batches.
     """
     return _why_not_plain(model, structure, ((batch, length),))
 
 
 def _why_not_plain(model: Any, structure: LayerStack, sizes: Sizes = _SIZES) -> str:
-    """What of its operations is not the cross entropy of each label; empty where nothing is. Transformers' own
-    classes, whose loss was tried with numbers, go by nothing else: the matrix runs them."""
+    """Returns how a loss's operations differ from the cross entropy of each label; empty where they do not.
+
+    Transformers' own classes, whose loss was tried with numbers, depend on nothing else: the compatibility matrix
+    runs them.
+    """
     if structure.calls_loss and all_stock(model) and _has_transformers_function(model):
         return ""
     objective = objective_of(model)
@@ -195,7 +198,7 @@ def _has_transformers_function(model: Any) -> bool:
 
 @contextmanager
 def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
-    """Has layers of a kind that ran once give what that one gave: of what they give, the shapes count."""
+    """Runs its body with layers that return the first output of their class, as only the shapes count."""
     layers = [probe.get_submodule(path) for path in structure.layer_paths()]
     known: dict[type, Any] = {}
 
@@ -214,7 +217,7 @@ def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
 
 
 class _OwnReads(ScalarAnswers):
-    """Notes what tensors the model's own code reads: operations while no module is taken for given."""
+    """Notes the tensors that the model's own code reads, in operations outside of the modules taken for given."""
 
     def __init__(self, given_whole: list[bool]) -> None:
         super().__init__()
@@ -230,11 +233,12 @@ class _OwnReads(ScalarAnswers):
 def _outputs_of_modules(
     probe: Any, objective: Objective, length: int, takes: LossLabels
 ) -> tuple[list[tuple[str, Any]], set[int]]:
-    """What the modules give that the forward calls, in their order: paths and outputs on meta. A module that is
-    handed the labels has a part in the loss; what it calls counts in its place.
+    """Runs the forward on meta, and collects the outputs of the modules that it calls.
+
+    A module that gets the labels has a part in the loss, so the modules that it calls are collected instead.
 
     Returns:
-        Those outputs, and the ids of tensors that the forward reads by itself.
+        Paths and outputs on meta, in the order of the calls, and the ids of tensors that the forward reads itself.
     """
     outputs: list[tuple[str, Any]] = []
     given_whole: list[bool] = []  # of the modules that run: whether this one, or one around it, is taken for given
@@ -257,8 +261,10 @@ def _outputs_of_modules(
 
 
 def _made_real(probe: nn.Module, model: nn.Module, read: set[int]) -> list[nn.Parameter]:
-    """Gives what the forward reads by itself numbers: parameters, buffers, which have those of the model where it
-    has them, and what modules keep in their attributes from one call. Returns the trained of them.
+    """Gives random numbers to the tensors that the forward reads itself, and returns those that are trained.
+
+    They are parameters, buffers, which get the model's values where it has them, and tensors that modules keep in
+    their attributes from one call.
 
     Raises:
         RuntimeError: they are too large to be tried.
@@ -283,8 +289,7 @@ def _made_real(probe: nn.Module, model: nn.Module, read: set[int]) -> list[nn.Pa
 
 
 def _kept_real(module: nn.Module, generator: torch.Generator) -> list[torch.Tensor]:
-    """Gives tensors on meta that a call has left in attributes numbers (terms of the loss that layers leave for
-    the end)."""
+    """Gives numbers to meta tensors that a call has left in attributes, such as terms of the loss from layers."""
     made: list[torch.Tensor] = []
 
     def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Runs of a definition's forward on real numbers, to learn how it computes its loss and what labels it takes."""
+"""Runs a definition's forward on real numbers, to learn how it computes its loss and which labels it takes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SAME_DIFFERENCE = 1e-3
 
 
 class LossTrial:
-    """Runs of a definition's forward in which the modules that it calls hand out the same random numbers.
+    """Runs a definition's forward with modules that always return the same random numbers.
 
     Args:
-        takes: how labels are handed over: as they are, beside ``shift_labels``, or without the first ones.
+        takes: form of the labels: unchanged, beside ``shift_labels``, or without the first ones.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LossTrial:
         self.labels.view(-1)[1 : 1 + len(ids)] = ids
 
     def forms(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Labels as a run has them, of the next tokens or of the same places, and which of them HF counts."""
+        """Yields labels in a run's forms (of the next tokens, of the same places), and which of them HF counts."""
         if self.labels.dim() == 2:
             counted = torch.ones(self.labels.shape)
             counted[:, -1] = 0
@@ -62,15 +62,15 @@ class LossTrial:
     def run(
         self, labels: torch.Tensor, *, per_token: bool = False, token: int = 0
     ) -> tuple[Any, list[torch.Tensor]]:
-        """One forward.
+        """Runs one forward.
 
         Args:
-            per_token: ``loss_function`` gives the loss of each label.
-            token: what all ids of the input are.
+            per_token: whether ``loss_function`` returns the loss of each label.
+            token: value of all ids of the input.
 
         Returns:
-            What the forward returns, and what it is made of: parameters that the forward reads by itself, and
-            what the modules handed out.
+            The forward's output, and the tensors that it is made of: parameters that the forward reads, and
+            outputs of modules.
         """
         leaves: list[torch.Tensor] = list(self.read)
         inputs = {
@@ -86,10 +86,10 @@ class LossTrial:
                 return self.probe(**given), leaves
 
     def loss_labels(self) -> LossLabels | None:
-        """What labels the definition's own code takes; None where that can't be told.
+        """Returns the labels that the definition's own code takes; None where that can't be told.
 
-        What tells is the difference between the losses with one id and with another as the label of one position:
-        what does not depend on that label is in both.
+        It compares the losses with one id and with another as the label of one position. Terms that do not depend
+        on that label are in both.
         """
         if self.labels.dim() != 2:  # one for an image
             return LossLabels(moved=False, ignored=False)
@@ -108,7 +108,7 @@ class LossTrial:
         return LossLabels(moved, ignored, skipped, shifted)
 
     def _moved(self, place: int, kept: Sequence[int] | None = None) -> bool | None:
-        """Whether the label of a position is looked for at an earlier one; None where that can't be told."""
+        """Returns whether a position's label is looked for at an earlier one; None where that can't be told."""
         difference, pairs = self._difference(place, kept)
         rows: set[int] = set()
         for pair in pairs:
@@ -126,7 +126,7 @@ class LossTrial:
     def _difference(
         self, place: int, kept: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Between the losses with two ids as the label of a position, and what the modules handed out for both.
+        """Returns the difference of the losses with two ids as a position's label, and both runs' module outputs.
 
         Args:
             kept: positions whose labels count; all by default.
@@ -167,13 +167,13 @@ def _close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each label, as ``VocabParallelLoss`` gives it."""
+    """Returns the cross entropy of each label, as ``VocabParallelLoss`` does."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
 
 
 @contextmanager
 def _handed_out(probe: nn.Module, outputs: list[tuple[str, Any]], leaves: list[torch.Tensor]) -> Iterator[None]:
-    """Has the modules give random numbers in the place of what they gave on meta, in the order of the calls."""
+    """Runs its body with modules that return random numbers in place of their meta outputs, call by call."""
     generator = torch.Generator().manual_seed(1)
     left = list(outputs)
 

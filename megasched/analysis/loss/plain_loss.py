@@ -1,7 +1,7 @@
-"""Whether a definition's loss is the cross entropy of each label and nothing else, by the operations that make it.
+"""Checks by its operations whether a definition's loss is the cross entropy of each label and nothing else.
 
 Numbers show it for the ids, the batch and the length that are tried. Operations show it for all: code that looks
-at labels or ids, goes by how many there are, or bends large values, has others.
+at labels or ids, depends on how many there are, or bends large values, has other operations.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _MEAN = 1  # torch's number for that reduction
 
 
 class _LossRun(ScalarAnswers):
-    """Notes how what a forward returns came about.
+    """Notes how the output of a forward came about.
 
     Args:
-        labels: that it is handed.
-        answer: to its questions about values.
+        labels: the labels that it gets.
+        answer: answer to its questions about values.
     """
 
     def __init__(self, labels: torch.Tensor, answer: int) -> None:
@@ -79,7 +79,7 @@ class _LossRun(ScalarAnswers):
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """In the place of transformers' function, as that is called. Returns float32 in the labels' shape."""
+        """Stands in for transformers' loss function; returns float32 in the labels' shape."""
         self.calls += 1
         if self.calls > 1:
             self._note("its forward asks for several losses")
@@ -134,7 +134,7 @@ class _LossRun(ScalarAnswers):
     # by hand ------------------------------------------------------------------------------------------
 
     def is_cross_entropy(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> bool:
-        """Whether one tensor is the mean cross entropy of the others, by what made it."""
+        """Returns whether a loss is the mean cross entropy of logits and labels, by what made it."""
         func, args = self._behind(loss)
         if func not in (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default):
             return False
@@ -147,15 +147,17 @@ class _LossRun(ScalarAnswers):
         return self._comes_from(args[0], logits) and self._comes_from(wanted, labels)
 
     def _behind(self, tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """What made a tensor, but for views."""
+        """Returns the operation that made a tensor, past views, and its arguments."""
         func, args, _ = self.made.get(id(tensor), (None, (), tensor))
         while func in _VIEWS:
             func, args, _ = self.made.get(id(args[0]), (None, (), tensor))
         return func, args
 
     def _comes_from(self, tensor: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether it is the other one, but for views, a place at one end that is left out, and one that is added
-        and does not count."""
+        """Returns whether a tensor is the source itself, but for views and a shift by one place.
+
+        The shift may leave out a place at one end, and add one that does not count.
+        """
         while tensor is not source:
             func, args, _ = self.made.get(id(tensor), (None, (), tensor))
             if func is _aten.slice.Tensor:
@@ -177,18 +179,18 @@ type Around = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 def why_not_plain(model: nn.Module, inputs_of: InputsOf, sizes: Sizes, around: Around, *, function: bool) -> str:
-    """What of a loss is not the cross entropy of each label; empty where nothing is.
+    """Returns how a loss differs from the cross entropy of each label; empty where it does not.
 
     Args:
         model: the definition; what runs are copies of it on meta.
-        inputs_of: arguments of its forward, labels among them, for a number of rows and a length.
-        sizes: of batches, rows and tokens in each; what is longer than it takes is left out.
-        around: what a copy runs in.
-        function: transformers' function computes it, which a run has another one for. The rest of its code runs
-            as it is then. Else a run takes the logits alone.
+        inputs_of: returns arguments of its forward, labels among them, for a number of rows and a length.
+        sizes: sizes of batches, rows and tokens in each; sequences longer than it takes are left out.
+        around: context in which a copy runs.
+        function: whether transformers' function computes the loss, which a run replaces while the rest of the code
+            stays as it is. Else a run takes the logits alone.
 
     Raises:
-        Exception: of whatever kind, of its code, which takes none of these sizes.
+        Exception: any exception of its code, which takes none of these sizes.
     """
     errors, ran = [], False
     copies = _Copies(model)
@@ -219,14 +221,14 @@ def why_not_plain(model: nn.Module, inputs_of: InputsOf, sizes: Sizes, around: A
 
 
 class _Copies:
-    """Copies of a model on meta; one that its own code left as it was serves again."""
+    """Makes copies of a model on meta, and reuses one that the model's own code left unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.probe = model, meta_copy(model)
         self._before = State(self.probe)
 
     def unused(self) -> nn.Module:
-        """One as it was made."""
+        """Returns a copy in its original state."""
         if self._before.changed(State(self.probe)):
             self.probe = meta_copy(self.model)
             self._before = State(self.probe)
@@ -244,7 +246,7 @@ def _runs_without_labels(model: nn.Module, inputs: Mapping[str, Any], around: Ar
 def _run(
     probe: nn.Module, inputs: Mapping[str, Any], answer: int, around: Around, *, function: bool
 ) -> tuple[_LossRun, Any, torch.Tensor]:
-    """Two calls, of which the second is looked at: code may do otherwise from then on."""
+    """Runs two calls, and returns the second, as code may do something else from then on."""
 
     def once() -> tuple[_LossRun, Any, torch.Tensor]:
         run = _LossRun(inputs["labels"], answer)

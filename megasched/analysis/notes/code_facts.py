@@ -1,4 +1,4 @@
-"""What a run notes of a definition's code: its lines, its numbers, its questions."""
+"""Notes which lines of a definition's code run, with which numbers, and which questions about values they ask."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megasched.analysis.recording.tape import Call, Operation, Question, Tape, T
 
 
 class Numbers(NamedTuple):
-    """What an operation did beside what it got.
+    """Describes what an operation's result depends on beside its tensors.
 
     Attributes:
-        path: the module whose code has it.
-        lines: of that code.
+        path: the module whose code runs it.
+        lines: lines of that code.
         operation: its name.
-        numbers: that it got; of a tensor made of nothing, what is equal for those made in the same way.
-        of_nothing: it counts places, or such a tensor meets others.
-        here: the latter, in the module that made it.
+        numbers: the numbers it got; for a tensor made of nothing, a number that is equal for those made alike.
+        of_nothing: whether it counts places, or a tensor made of nothing meets others.
+        here: whether such a tensor meets others in the module that made it.
     """
 
     path: str
@@ -48,24 +48,25 @@ COUNTED = "arange"  # makes places, of nothing
 
 @cache
 def _kind(func: Any) -> tuple[str, str, bool, bool]:
-    """Of an operation: its name, that with the overload's, whether its numbers are of sizes, and whether it is one
-    on single elements."""
+    """Returns an operation's name, its full name with the overload, and two flags.
+
+    They say whether its numbers are sizes, and whether it works on single elements.
+    """
     name = func.__name__.partition(".")[0]
     pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) and name not in _COPIES
     return name, func.__name__, name in _OF_SIZES, pointwise
 
 
 class CodeFacts:
-    """Which lines of a definition's code have operations done in a run, and what it asks.
+    """Holds which lines of a definition's code run operations, and which questions about values they ask.
 
-    What is made of neither arguments nor weights, such as masks and positions, is left aside, but for how it was
-    made, where it meets them.
+    Tensors made of neither arguments nor weights, such as masks and positions, are left aside. Only how they were
+    made is noted, where they meet the others.
 
     Attributes:
         lines: modules and the lines of their code.
-        numbers: of operations: module, lines, operation, and the numbers it got beside sizes. Those on single
-            elements are there without numbers, too.
-        asked: questions about values -> dtypes of what was asked for; None where it was how many there are.
+        numbers: the numbers of operations beside sizes. Element-wise operations are there without numbers, too.
+        asked: questions about values -> dtypes of the tensors; None for questions about how many there are.
     """
 
     def __init__(self) -> None:
@@ -76,20 +77,20 @@ class CodeFacts:
         self._made = MadeOfNothing()
 
     def note_model(self, model: torch.nn.Module, inputs: Any) -> None:
-        """What a model has, and what it is called with, are looked at."""
+        """Follows a model's parameters and buffers, and its inputs."""
         self.note_data([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
 
     def note_data(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These, and what is made of them, are looked at."""
+        """Follows these tensors, and tensors made of them."""
         self._data.update((id(tensor), tensor) for tensor in tensors)
 
     def leave_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These, and what is made of them alone, are not looked at any more."""
+        """Stops following these tensors, and tensors made of them alone."""
         for tensor in tensors:
             self._data.pop(id(tensor), None)
 
     def let_go(self) -> None:
-        """Holds no tensors any more; to be called after the run."""
+        """Drops all tensors; to be called after the run."""
         self._data.clear()
         self._made.let_go()
 
@@ -102,10 +103,10 @@ class CodeFacts:
         output: Any,
         lines_of: Callable[[], tuple[Line, ...]] = running_lines,
     ) -> tuple[Line, ...] | None:
-        """Of an operation in the module at ``path``; its lines, None where it is left aside.
+        """Notes an operation in the module at ``path``, and returns its lines; None where it is left aside.
 
         Args:
-            lines_of: gives its lines; by default those that run.
+            lines_of: returns its lines; by default those that run.
         """
         name, full, of_sizes, pointwise = _kind(func)
         tensors = tensors_in(args if not kwargs else (args, kwargs))
@@ -139,7 +140,7 @@ class CodeFacts:
         output: Any,
         lines_of: Callable[[], tuple[Line, ...]],
     ) -> None:
-        """Of an operation that makes something of nothing, or gets what was made so."""
+        """Notes an operation that makes a tensor of nothing, or gets one that was made so."""
         name, _, _, pointwise = _kind(func)
         made = [self._made.of(tensor) for tensor in tensors]
         others = [t for t, one in zip(tensors, made, strict=True) if one is None and id(t) in self._data]
@@ -155,11 +156,11 @@ class CodeFacts:
         self._made.forget(outputs)
 
     def note_given(self, path: str, values: Any) -> None:
-        """Of code that makes a tensor of numbers."""
+        """Notes code that makes a tensor of numbers."""
         self.numbers.append(Numbers(path, (), "tensor", (hash(repr(values)),)))
 
     def note_question(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """Of code that asks for values of tensors, or how many there are of a kind."""
+        """Notes code that asks for values of tensors, or how many there are of a kind."""
         for tensor in tensors:
             if (made := self._made.of(tensor)) is not None:
                 told = hash((made.told, tuple(tensor.shape)))
@@ -169,7 +170,7 @@ class CodeFacts:
 
 
 def code_facts_of(tape: Tape) -> CodeFacts:
-    """What the forward of a tape with lines notes, up to its loss and after it."""
+    """Returns the facts of a forward, up to its loss and after it, from a tape with lines."""
     reader = _Noting(tape)
     tape.read(reader)
     reader.code_facts.let_go()

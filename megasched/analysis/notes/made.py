@@ -1,7 +1,7 @@
-"""Tensors that code makes of nothing: of sizes, of numbers, of lists.
+"""Follows tensors that code makes of nothing: of sizes, of numbers, of lists.
 
-They are the same wherever a sequence is cut, as long as they do not go by the length that the code sees:
-``ones(s)`` has a one for each token, and its sum is another number on a part of the sequence.
+They are equal wherever a sequence is cut, unless they depend on the length that the code sees: ``ones(s)`` has a
+one for each token, and its sum is another number on a part of the sequence.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ VIEWS = frozenset(
 
 
 class Made(NamedTuple):
-    """How a tensor came about.
+    """Describes how a tensor came about.
 
     Attributes:
         path: the module whose code made it.
-        name: the operation that did.
-        uniform: its elements are all the same, so that it does not matter how many there are.
-        told: something that is equal for tensors that were made in the same way; of one that is not uniform with
-            its sizes.
+        name: the operation that made it.
+        uniform: whether all its elements are equal, so that their number does not matter.
+        told: a number that is equal for tensors made alike, and of equal sizes unless uniform.
     """
 
     path: str
@@ -40,18 +39,18 @@ class Made(NamedTuple):
 
 
 class MadeOfNothing:
-    """Follows such tensors through a run."""
+    """Follows tensors made of nothing through a run."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, Made]] = {}  # held, so that no other tensor gets the id
 
     def of(self, tensor: torch.Tensor) -> Made | None:
-        """How a tensor was made; None for one that is no such one."""
+        """Returns how a tensor was made; None if it was not made of nothing."""
         found = self._made.get(id(tensor))
         return None if found is None else found[1]
 
     def meets(self, ids: Sequence[int]) -> bool:
-        """Whether tensors of these ids are among them."""
+        """Returns whether a tensor with one of these ids was made of nothing."""
         return not self._made.keys().isdisjoint(ids)
 
     def follow(
@@ -66,12 +65,12 @@ class MadeOfNothing:
         *,
         pointwise: bool,
     ) -> None:
-        """Notes what an operation on nothing but such tensors gives.
+        """Notes the outputs of an operation that takes no tensors, or only tensors made of nothing.
 
         Args:
-            path: the module whose code has it.
-            operands, shapes: how they were made, and what shapes they have; none for what is made of nothing.
-            pointwise: it works on single elements.
+            path: the module whose code runs it.
+            operands, shapes: how its operands were made, and their shapes; empty for an operation on nothing.
+            pointwise: whether it works on single elements.
         """
         uniform = all(one.uniform for one in operands)
         if name in CONSTANTS:
@@ -88,10 +87,10 @@ class MadeOfNothing:
             self._made[id(tensor)] = tensor, Made(*origin, uniform, hash(told))
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These have been written to, with something that was not made so."""
+        """Stops following tensors that were written to from a tensor not made of nothing."""
         for tensor in tensors:
             self._made.pop(id(tensor), None)
 
     def let_go(self) -> None:
-        """Holds no tensors any more."""
+        """Drops all tensors."""
         self._made.clear()

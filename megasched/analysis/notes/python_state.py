@@ -1,7 +1,7 @@
-"""What a definition's code keeps in Python from one call to the next: counters, flags, lists, random generators.
+"""Finds state that a definition's code keeps in Python between calls: counters, flags, lists, random generators.
 
-In attributes of its modules, on its classes, in globals of its files, and in what those hold. Of tensors the
-shapes count: they have values, and code that asks for one is seen to ask.
+It looks at attributes of modules, at their classes, at globals of their files, and at what those hold. Of tensors
+only the shapes count: a question about their values is seen when the code asks it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _DEEPEST = 6
 
 
 class Spot(NamedTuple):
-    """Where a value is.
+    """Says where a value is stored.
 
     Attributes:
-        owner: what holds it: a namespace, a mapping or a sequence.
+        owner: the namespace, mapping or sequence that holds it.
         key: its name, key or index there.
     """
 
@@ -41,7 +41,7 @@ class Spot(NamedTuple):
     key: Any
 
     def add(self, number: int) -> None:
-        """Makes a number there larger by this, where what holds it can be changed."""
+        """Adds to the number stored there, where its owner can be changed."""
         if isinstance(self.owner, MutableMapping | MutableSequence):
             self.owner[self.key] += number
         elif not isinstance(self.owner, tuple):
@@ -49,12 +49,13 @@ class Spot(NamedTuple):
 
 
 class State:
-    """As it is now.
+    """Holds the state of a model's code at one moment.
 
     Attributes:
-        values: name of a value, as the code would write it -> something that is equal while it is the same.
-        spots: name -> where it is, of numbers.
-        generators: names of what gives another number each time.
+        values: name of a value, as the code would write it -> an object that is equal while the value is
+            unchanged.
+        spots: name of a number -> where it is stored.
+        generators: names of random generators and counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +74,7 @@ class State:
                     self._take(f"{label}.{name}", value, Spot(owner, name), 0)
 
     def changed(self, later: State) -> list[str]:
-        """Names of what is another value in ``later``, or is there only in one of the two."""
+        """Returns the names whose values differ in ``later``, or that only one of the two states has."""
         names = self.values.keys() | later.values.keys()
         return sorted(name for name in names if self.values.get(name, _NONE) != later.values.get(name, _NONE))
 
@@ -100,7 +101,7 @@ _NOWHERE = Spot((), 0)
 
 
 def _of_generator(value: Any) -> Hashable | None:
-    """Where it stands, of what gives another number each time."""
+    """Returns the position of a random generator or a counter; None for any other value."""
     if isinstance(value, count):
         return repr(value)
     if isinstance(value, random.Random):
@@ -116,7 +117,7 @@ def _of_generator(value: Any) -> Hashable | None:
 
 
 def inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
-    """What a value holds: how the code would go on to write it, the item, and where that is."""
+    """Yields what a value holds: the suffix by which code would write it, the item, and where that is stored."""
     if isinstance(value, _MAPS):
         for key, item in list(value.items()):
             yield f"[{key!r}]", item, Spot(value, key)
@@ -141,7 +142,7 @@ def inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether a class is none of Python's, torch's or the like, whose objects keep no state of a definition."""
+    """Returns whether a class may keep a definition's state, unlike Python's, torch's, numpy's or Megatron's."""
     root = kind.__module__.partition(".")[0]
     if issubclass(kind, nn.Module | torch.Tensor | type):
         return False

@@ -1,9 +1,9 @@
-"""What runs in the backward pass alone: functions that bring a backward of their own, and hooks on gradients.
+"""Watches code that runs in the backward pass alone: functions with their own backward, and hooks on gradients.
 
-A run on meta is a forward. Operations of it say how their gradients lie; what a definition does to a gradient by
-its own code does not show. A function's backward is tried with numbers (``rules/function_trials.py``). A hook
-can't be tried; it is seen, and is given no gradient of which a rank has a part; nor is what packs the tensors that
-are saved for the backward pass.
+A run on meta is a forward. Its operations show how their gradients are laid out, but not what a definition's own
+code does to a gradient. A function's backward is tried with numbers (``rules/function_trials.py``). A hook can't
+be tried: it is noted, and never gets a gradient of which a rank has a part. The same holds for code that packs the
+tensors saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def watched_backward(
     hooked: Callable[[torch.Tensor, Any], None],
     packing: Callable[[int], None],
 ) -> Iterator[None]:
-    """Tells of what a definition does to gradients.
+    """Runs its body, and calls back for each thing that a definition does to gradients.
 
     Args:
-        called: ``called(function, args, output)`` after the forward of an ``autograd.Function`` of its own;
+        called: ``called(function, args, output)`` after the forward of the definition's own ``autograd.Function``;
             ``args`` are those of ``apply``.
-        hooked: a tensor that gets a hook on its gradient, and the hook.
-        packing: 1 where code enters ``torch.autograd.graph.saved_tensors_hooks`` of its own, -1 where it leaves.
+        hooked: ``hooked(tensor, hook)`` when a tensor gets a hook on its gradient.
+        packing: ``packing(1)`` where code enters its own ``torch.autograd.graph.saved_tensors_hooks``,
+            ``packing(-1)`` where it leaves them.
     """
     # Of each class, also of one that has its forward from another: its backward may be its own.
     seen: dict[Function, Any] = {}
@@ -44,7 +45,7 @@ def watched_backward(
     apply = vars(torch.autograd.Function)["apply"]
 
     def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
-        """Code may make a class as it runs."""
+        """Watches a class that code made while it ran, then applies it."""
         _watch(function, seen, called)
         return apply.__func__(function, *args, **kwargs)
 
@@ -72,7 +73,7 @@ def watched_backward(
 
 
 def handed_to_hooks(module: nn.Module, *values: Any) -> list[torch.Tensor]:
-    """Of what a module took and gave, the tensors whose gradients its own backward hooks are handed."""
+    """Returns the tensors among a module's inputs and outputs whose gradients its own backward hooks get."""
     if not (module._backward_hooks or module._backward_pre_hooks):
         return []
     return [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
@@ -85,10 +86,10 @@ def _functions(base: Function) -> Iterator[Function]:
 
 
 def _watch(function: Function, seen: dict[Function, Any], called: Callable[..., None]) -> None:
-    """The forward of one of the definition's own is watched from now on.
+    """Replaces the forward of a function class that belongs to the definition by one that calls ``called``.
 
     Args:
-        seen: such functions -> the forward that the class itself has.
+        seen: such classes -> the forward that the class itself defines, or None.
     """
     if function in seen or f"{function.__module__}.".startswith(_KNOWN):
         return

@@ -1,4 +1,4 @@
-"""Numbers that code draws and then asks for: by them it decides whether it calls a layer (``layerdrop``)."""
+"""Follows random numbers that code draws and then asks for, for example to skip a layer (``layerdrop``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BELOW = (torch.ops.aten.lt.Scalar, torch.ops.aten.le.Scalar)
 
 
 class PythonDraws:
-    """Follows draws of Python's own generator and of numpy's, whose numbers no operation shows.
+    """Detects draws from Python's global generator and numpy's, which no torch operation shows.
 
     Generators that code makes for itself (``random.Random()``, ``numpy.random.default_rng()``) are not seen.
     """
@@ -26,7 +26,7 @@ class PythonDraws:
         self._states = _states()
 
     def drawn(self) -> bool:
-        """Whether there were any since this was last asked."""
+        """Returns whether there were any draws since the last call."""
         before, self._states = self._states, _states()
         return before != self._states
 
@@ -40,13 +40,13 @@ def _states() -> tuple[Any, ...]:
 
 
 class Chance:
-    """Follows through a run what is made of drawn numbers alone."""
+    """Follows the tensors in a run that are made of drawn numbers alone."""
 
     def __init__(self) -> None:
         self._drawn: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the id
 
     def asks(self, func: Any, args: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> bool:
-        """Whether the operation gives Python a number, or a truth, that was drawn."""
+        """Returns whether the operation gives Python a drawn number, or a truth value made of one."""
         return func in _ASKS and any(id(tensor) in self._drawn for tensor in operands)
 
     def follow(
@@ -57,7 +57,7 @@ class Chance:
         operands: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        """Notes what an operation has made."""
+        """Notes the outputs of an operation that draws, or that takes drawn numbers alone."""
         if func in _BELOW and args[1] <= 0:
             return
         if all(id(tensor) in self._drawn for tensor in operands) and (operands or draws(func, args, kwargs)):

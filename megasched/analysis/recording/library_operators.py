@@ -1,4 +1,4 @@
-"""Operators that somebody has put into a library of their own, with a backward of their own."""
+"""Finds operators that a library outside of torch has registered with their own backward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
 
 class LibraryOperator:
-    """An operator in the form of an ``autograd.Function``: its ``apply`` takes the operator's arguments, and those
-    by name.
+    """Presents an operator as an ``autograd.Function`` whose ``apply`` takes its positional and keyword arguments.
 
     Args:
-        operator: as torch dispatches it.
+        operator: the operator, as torch dispatches it.
     """
 
     def __init__(self, operator: torch._ops.OpOverload) -> None:
@@ -24,13 +23,13 @@ class LibraryOperator:
         self.__name__ = str(operator)
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator gives."""
+        """Returns the operator's output."""
         return self.operator(*args, **kwargs)
 
 
 @cache
 def library_operator(func: Any) -> LibraryOperator | None:
-    """An operator with a backward that is not torch's; None for all others. The same object each time."""
+    """Returns an operator whose backward is not torch's, as the same object each time; None for all others."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _OF_TORCH:
         return None
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -1,6 +1,6 @@
-"""A trial call: the definition run once on the meta device, to learn what no attribute tells.
+"""Runs a definition once on the meta device (a trial call), to learn facts that no attribute holds.
 
-It costs no memory and no arithmetic. The model that runs is a copy; the definition is not touched.
+It costs no memory and no arithmetic. The model that runs is a copy, and the definition stays untouched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megasched.errors import MegaschedError, Problem, ScheduleError
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model with every parameter and buffer on meta; ties stay ties, nothing real is copied."""
+    """Returns a copy of the model on meta, with the same ties, without copying any values."""
     memo: dict[int, Any] = {}
     with collector_paused():
         for parameter in model.parameters():
@@ -36,14 +36,14 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 class ScalarAnswers(TorchDispatchMode):
-    """Answers questions about values, which a meta tensor has not, with zero or False, or another number.
+    """Answers questions about values, which meta tensors lack, with zero or False, or with another number.
 
-    What code does with other answers is looked at by ``analysis/trials/ways.py``.
+    ``analysis/trials/ways.py`` tries what code does with other answers.
 
     Args:
-        results: what carries out all other operations.
-        answer: to all questions.
-        answers: place in the definition's code -> the answer to what is asked there.
+        results: carries out all other operations.
+        answer: the answer to questions about values; questions about how many there are get 1.
+        answers: place in the definition's code -> the answer to its question.
     """
 
     def __init__(
@@ -56,23 +56,25 @@ class ScalarAnswers(TorchDispatchMode):
         self._undispatched = [keys() for keys in tls_of]  # of any dispatch
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """Called when code asks for values, or how many of a kind there are.
+        """Handles a question about the values of tensors, or about how many elements of a kind they have.
 
         Args:
-            tensors: that it asks about.
-            site: where the definition's code is that asks.
-            how_many: it asks how many there are of a kind.
+            tensors: the tensors that the code asks about.
+            site: the place in the definition's code.
+            how_many: whether it asks how many elements of a kind there are.
         """
 
     def numbers_given(self, values: Any) -> None:
-        """Called when code makes a tensor of numbers."""
+        """Handles code that makes a tensor of numbers."""
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """Called when code reads the ``grad_fn`` of a tensor that has one: it may register hooks there."""
+        """Handles code that reads a tensor's ``grad_fn``, which is not None: it may register hooks there."""
 
     def custom_function(self, function: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Called after something with a backward of its own, on its arguments: an ``autograd.Function``, in runs
-        that watch those, or an operator."""
+        """Handles a call of something with its own backward, after the call.
+
+        It is an operator, or an ``autograd.Function`` in runs that watch those.
+        """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,8 +86,10 @@ class ScalarAnswers(TorchDispatchMode):
         return output
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation gives. Runs that look at operations add to this: torch wraps each class's
-        ``__torch_dispatch__`` in two more calls."""
+        """Returns the output of an operation.
+
+        Subclasses extend it, because torch wraps each class's ``__torch_dispatch__`` in two more calls.
+        """
         if func not in _ANSWERED:
             return self._call(func, args, kwargs)
         answer = self._answer_to(func, args)
@@ -112,7 +116,7 @@ class ScalarAnswers(TorchDispatchMode):
         return self._call(func, args, kwargs)
 
     def _answer_to(self, func: Any, args: tuple[Any, ...]) -> int:
-        """The answer, if it is a question."""
+        """Returns the answer to an operation that asks for values, and the default answer for any other."""
         masks = [] if func is not torch.ops.aten.index.Tensor else [index for index in args[1] if _is_mask(index)]
         if func not in _QUESTIONS and not masks:
             return self.answer
@@ -147,18 +151,19 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 def _places(index: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
-    """The indices of so many places of those that a mask selects; an index that is no mask as it is."""
+    """Returns the indices of ``count`` places that a mask selects, or an index that is no mask unchanged."""
     if index is None or not _is_mask(index):
         return [index]
     return [index.new_empty(count, dtype=torch.long) for _ in index.shape]
 
 
 class Functions(TorchFunctionMode):
-    """What no dispatch sees: ``tolist``, which is a question about an element, whose answer all have, tensors that
-    are made of numbers, and reads of ``grad_fn``.
+    """Handles calls that dispatch does not show: ``tolist``, tensors made of numbers, and reads of ``grad_fn``.
+
+    ``tolist`` asks for one element, and every element gets that answer.
 
     Args:
-        mode: what the run is made in.
+        mode: the dispatch mode of the run.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -189,18 +194,18 @@ _OF_NUMBERS = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tens
 
 
 def to_meta(value: Any) -> Any:
-    """The same structure with every tensor on meta."""
+    """Returns the same structure with every tensor on meta."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
 
 
 def token_inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Inputs of a causal language model on meta: token ids and labels, both [b, s] int64."""
+    """Returns inputs of a causal language model on meta: token ids and labels, both [b, s] int64."""
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def example_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Token ids [b, s] int64 for an HF model whose main input they are; None for any other module."""
+    """Returns token ids [b, s] int64 for an HF model whose main input they are; None for any other module."""
     if getattr(model, "main_input_name", None) != "input_ids":
         return None
     return {"input_ids": token_inputs(2, 5)["input_ids"]}
@@ -215,13 +220,13 @@ def call_hooks(
 ) -> Iterator[None]:
     """Calls ``before(path, module, args, kwargs)`` and ``after(path, module, output)`` around every forward.
 
-    ``before`` may return ``(args, kwargs)`` and ``after`` an output to put in the place of what they got.
+    ``before`` may return ``(args, kwargs)`` and ``after`` an output, which replaces what they got.
 
     Args:
-        around: ``around(path, module)`` tells of which modules; errors name the innermost of these.
+        around: ``around(path, module)`` selects the modules; errors name the innermost of these.
 
     Raises:
-        ScheduleError: the forward raises, which a trial call inside can't go on from; names the module.
+        ScheduleError: the forward raises an error that is not megasched's; names the module.
     """
     handles = []
     running: list[str] = []
@@ -254,14 +259,14 @@ def call_hooks(
 
 
 def can_set_loss(model: nn.Module) -> bool:
-    """Whether ``loss_function`` can be another one than its class has."""
+    """Returns whether a model's ``loss_function`` can be replaced."""
     of_class = getattr(type(model), "loss_function", None)
     return not isinstance(of_class, property) or of_class.fset is not None
 
 
 @contextmanager
 def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """In which an HF model's ``loss_function`` is another one; not where its class has one that can't be set."""
+    """Runs its body with another ``loss_function`` on an HF model, unless its class has one that can't be set."""
     if not can_set_loss(model):
         yield
         return
@@ -277,13 +282,13 @@ def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Itera
 
 
 def sum_of_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A loss that depends on all logits; what a class adds to its loss, it adds to that."""
+    """Returns a loss that depends on all logits; whatever a class adds to its loss, it adds to this one."""
     return logits.float().sum()
 
 
 @contextmanager
 def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """In which a module's forward is another one; after it, the instance's own again, if it had one."""
+    """Runs its body with another forward on a module, and then restores the instance's own, if it had one."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -302,10 +307,10 @@ def run_on_meta(
     autograd: bool = False,
     leaves_traces: bool = False,
 ) -> Any:
-    """One forward in training mode; the model must be a ``meta_copy``.
+    """Runs one forward in training mode and returns its output; the model must be a ``meta_copy``.
 
     Args:
-        leaves_traces: what the code keeps outside of its modules is there for the next call; see ``undisturbed``.
+        leaves_traces: whether changes to state outside of modules stay for the next call; see ``undisturbed``.
     """
     model.train()
     mode = mode or ScalarAnswers()
@@ -321,7 +326,7 @@ def run_on_meta(
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a nested structure (also inside HF's ModelOutput)."""
+    """Returns every tensor in a nested structure, also inside HF's ``ModelOutput``."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found
@@ -331,7 +336,10 @@ _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    """``tree_leaves`` takes ten times as long, and runs ask at each operation; so it is for what is rare."""
+    """Appends the tensors of a structure to ``found``.
+
+    ``tree_leaves`` takes ten times as long, and runs ask at each operation, so it serves the rare types alone.
+    """
     kind = type(value)
     if kind is tuple or kind is list:
         for item in value:

@@ -1,4 +1,4 @@
-"""What operations give on the meta device, remembered as long as the process lives.
+"""Remembers the results of operations on the meta device for the life of the process.
 
 A meta kernel is a function of shapes, strides, dtypes and plain arguments, and torch computes most of them in
 Python, at 0.1 to 0.4 ms a call. Layers repeat each other, and so do the runs that make a plan: the first of them
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Metadata(NamedTuple):
-    """All that a kernel can read of a tensor that has no values."""
+    """Holds all that a kernel can read of a tensor without values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -32,20 +32,20 @@ _GIVEN: dict[Hashable, Given] = {}
 
 
 class MetaResults:
-    """Carries out operations on meta; the same one on the same metadata is computed once.
+    """Carries out operations on meta, and computes each one once for the same metadata.
 
-    Kept only are torch's own operations that make new tensors: no views, nothing in place, nothing that gives
+    It keeps only torch's own operations that make new tensors: no views, nothing in place, nothing that returns
     numbers, and no operators of other libraries, which may look at more than their arguments.
 
     Args:
-        given: what is known already, and is added to; by default what this process has computed.
+        given: results to start from and to add to; by default those that this process has computed.
     """
 
     def __init__(self, given: dict[Hashable, Given] | None = None) -> None:
         self._given = _GIVEN if given is None else given
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` gives."""
+        """Returns the output of ``func(*args, **kwargs)``."""
         if not _makes_new_tensors(func):
             return func(*args, **kwargs)
         # The default dtype is what whole numbers become where they are divided.
@@ -63,21 +63,21 @@ class MetaResults:
         return output
 
     def metadata(self, tensor: torch.Tensor) -> Metadata | None:
-        """None for a tensor for which operations may have rules of their own."""
+        """Returns a tensor's metadata, or None for a tensor class that may have rules of its own."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
         return Metadata(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def has_values(self, metadata: Metadata) -> bool:
-        """Whether such a tensor would be more than its metadata."""
+        """Returns whether a tensor with this metadata would have values."""
         return metadata.device.type != "meta"
 
     def new(self, metadata: Metadata) -> torch.Tensor:
-        """A tensor without values."""
+        """Returns a tensor without values."""
         return torch.empty_strided(metadata.shape, metadata.stride, dtype=metadata.dtype, device="meta")
 
     def _described(self, value: Any) -> Hashable:
-        """What a kernel can read of an argument; unhashable where it is no plain data."""
+        """Returns a key for what a kernel can read of an argument; unhashable where that is no plain data."""
         if isinstance(value, torch.Tensor):
             return self.metadata(value) or [value]
         if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ class MetaResults:
         return (type(value), value)  # 1, 1.0 and True are equal, and mean different dtypes
 
     def _as_given(self, output: Any) -> Given | None:
-        """None for what is not made of tensors without values alone."""
+        """Returns the metadata of an output; None unless it consists of tensors without values alone."""
         if isinstance(output, torch.Tensor):
             metadata = self.metadata(output)
             return None if metadata is None or self.has_values(metadata) else metadata
@@ -105,7 +105,7 @@ class MetaResults:
 
 @cache
 def _makes_new_tensors(func: Any) -> bool:
-    """Whether it is torch's own, and the schema says that no argument is written to or handed out again."""
+    """Returns whether an operation is torch's own, and by its schema neither writes to nor returns an argument."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     schema = func._schema
@@ -113,7 +113,7 @@ def _makes_new_tensors(func: Any) -> bool:
 
 
 def _share_storage(output: Any, arguments: Any) -> bool:
-    """Whether something is handed out again all the same, as ``_unsafe_view`` does."""
+    """Returns whether an output shares storage with an argument, as ``_unsafe_view`` does despite its schema."""
     given, taken = (
         {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
         for value in (output, arguments)

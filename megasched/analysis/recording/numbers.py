@@ -1,4 +1,4 @@
-"""Plain numbers that operations are given, and operations that go by them."""
+"""Finds the plain numbers that operations get, and the operations whose values depend on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONSTANTS = frozenset(["zeros", "ones", "full", "empty", "new_zeros", "new_ones"
 
 
 def numbers_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[float]:
-    """Arguments of an operation that are plain numbers."""
+    """Returns the arguments of an operation that are plain numbers."""
     return [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, int | float)]
 
 
@@ -22,12 +22,12 @@ FILLING = frozenset(["full", "new_full", "full_like", "fill", "fill_", "scalar_t
 
 
 def goes_by_numbers(func: Any) -> bool:
-    """Whether the plain numbers that an operation is given are, or change, the values of what it gives."""
+    """Returns whether an operation's plain numbers are, or change, the values of its output."""
     return torch.Tag.pointwise in getattr(func, "tags", ()) or func.__name__.partition(".")[0] in FILLING
 
 
 def numbers_given(values: Any) -> list[float]:
-    """The plain numbers in what a tensor is made of."""
+    """Returns the plain numbers in the data that a tensor is made of."""
     if isinstance(values, int | float):
         return [values]
     if isinstance(values, list | tuple):

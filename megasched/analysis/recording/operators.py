@@ -1,4 +1,4 @@
-"""What an operation says of itself, by its schema and its tags; never by parts of its name."""
+"""Reads facts about an operation from its schema and its tags, never from parts of its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE_ONLY = tuple(
 
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The operation's arguments by the names of its schema."""
+    """Returns the operation's arguments, defaults included, by the names of its schema."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     return {
         **{argument.name: argument.default_value for argument in func._schema.arguments},
@@ -31,7 +31,7 @@ def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it draws random numbers, as ``torch.Tag.nondeterministic_seeded`` has it."""
+    """Returns whether it draws random numbers, by ``torch.Tag.nondeterministic_seeded`` and its arguments."""
     if not _may_draw(func):
         return False
     told = arguments_of(func, args, kwargs)
@@ -41,7 +41,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The operands that it changes in place."""
+    """Returns the operands that the operation changes in place."""
     names = _written_arguments(func)
     if not names:
         return []
@@ -56,7 +56,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this is a view of, or itself."""
+    """Returns the tensor that this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -74,10 +74,10 @@ def _written_arguments(func: Any) -> tuple[str, ...]:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether there is nothing in its storage beside its values."""
+    """Returns whether a tensor's storage holds nothing beside its values."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The same for all tensors that have their values in one place, as a parameter and its ``.data`` do."""
+    """Returns a number that is equal for all tensors with one storage, as a parameter and its ``.data`` have."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Writes down a tape (``tape.py``): the one dispatch mode of all analyses that ask what a forward does."""
+"""Writes a tape (``tape.py``) in the one dispatch mode of all analyses that follow a forward."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from megasched.definition import attention_interface
 
 
 class Enough(BaseException):
-    """Ends a forward early. No error, so nothing that catches errors may catch it."""
+    """Ends a forward early; it is a ``BaseException``, so that no handler of errors catches it."""
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where tensors change what they are to ranks, and so are other ones on a tape: at layers, and at the modules
-    that layers call.
+    """Says where a tape replaces tensors by aliases, because they may mean something else to ranks from there on.
+
+    These places are the layers, and the modules that layers call.
 
     Attributes:
         layers: paths of the layers.
-        below: beginning of the paths of layers, and of all that is in them.
+        below: beginning of the paths of layers, and of all modules in them.
         last: path of the last layer that runs; None where there is none.
-        hidden: where the hidden state stands in what a layer returns.
+        hidden: where the hidden state stands in a layer's output (a ``HiddenStateArg``).
         around: paths of the modules that hold the layers.
     """
 
@@ -63,7 +64,7 @@ class Boundaries:
     around: frozenset[str] = frozenset()
 
     def is_below_layer(self, path: str) -> bool:
-        """Whether the module at a path lies in a layer, and is none."""
+        """Returns whether the module at a path lies in a layer, and is not a layer itself."""
         return bool(self.layers) and path.startswith(self.below) and "." in path[len(self.below) :]
 
 
@@ -82,16 +83,16 @@ def record_tape(
     until_loss: bool = False,
     most_calls: int | None = None,
 ) -> Tape:
-    """Runs a forward in training mode, with gradients recorded.
+    """Runs a forward in training mode with gradients, and returns its tape.
 
     Args:
         model: a ``meta_copy`` of a definition.
         inputs: arguments of its forward, tensors on meta.
-        answers: to questions about values; see ``ScalarAnswers``.
-        own_loss: the loss is what the definition's own code makes it; else its ``loss_function`` is another one.
-        lines: the tape has the lines of the definition's code, which take time to find.
-        until_loss: the forward ends where the loss function is called.
-        most_calls: it ends after so many calls of modules.
+        answers: answers to questions about values; see ``ScalarAnswers``.
+        own_loss: whether the definition's own code computes the loss; else its ``loss_function`` is replaced.
+        lines: whether the tape has the lines of the definition's code, which take time to find.
+        until_loss: whether the forward ends where the loss function is called.
+        most_calls: number of module calls after which the forward ends.
 
     Raises:
         ScheduleError: the forward does not run on meta, or changes what is around the modules that it calls.
@@ -127,12 +128,12 @@ def record_tape(
 
 @dataclass
 class _Running:
-    """Modules that run, outermost first.
+    """Holds the module calls in progress, outermost first.
 
     Attributes:
-        handed: what the forward of each was handed, and may write to.
-        outermost: how many were running when the first one below a layer was called.
-        layer: the same of the first layer.
+        handed: arguments of each forward, which it may write to.
+        outermost: how many calls were in progress when the first module below a layer was called.
+        layer: how many were in progress when the first layer was called.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -141,7 +142,7 @@ class _Running:
     layer: int | None = None
 
     def is_outermost(self) -> bool:
-        """Whether the innermost one is the first below a layer."""
+        """Returns whether the innermost call is that of the first module below a layer."""
         return self.outermost == len(self.calls) - 1
 
 
@@ -261,8 +262,10 @@ class _Recorder(ScalarAnswers):
         return None if call.returned is output else call.returned
 
     def _drew(self) -> bool:
-        """Whether Python's random numbers were drawn since it was last asked; nobody asks in layers, or where
-        these are not known."""
+        """Returns whether Python's random numbers were drawn since the last call of this method.
+
+        Always False inside of layers, and where the layers are not known.
+        """
         return bool(self.boundaries.layers) and self._running.layer is None and self.draws.drawn()
 
     def attend(
@@ -274,7 +277,7 @@ class _Recorder(ScalarAnswers):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Stands in the registry of attention functions."""
+        """Stands in for the attention function in transformers' registry, and records its call."""
         call = RecordedAttention(module, query, key, value, args, kwargs)
         self._happened("enter_attention", call)
         call.output = self.real_attention(module, query, key, value, *args, **kwargs)
@@ -282,7 +285,7 @@ class _Recorder(ScalarAnswers):
         return call.output
 
     def lose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stands in for a definition's ``loss_function``."""
+        """Stands in for a definition's ``loss_function``, and records its call."""
         call = RecordedLoss(logits, args, kwargs)
         self._happened("enter_loss", call)
         call.output = sum_of_logits(logits)
@@ -332,5 +335,5 @@ class _Recorder(ScalarAnswers):
 
 
 def _lies(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    """How a tensor lies in its storage."""
+    """Returns a tensor's layout in its storage: shape, strides and offset."""
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())

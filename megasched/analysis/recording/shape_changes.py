@@ -1,4 +1,4 @@
-"""Tensors whose shape an operation changes in place: what happened before is told of another tensor, as it was."""
+"""Replaces tensors whose shape an operation changes in place, so that earlier events keep the old shape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 
 def as_they_were(value: Any, before: Mapping[int, torch.Tensor]) -> Any:
-    """The same value with other tensors in it; dataclasses are changed in place.
+    """Returns a value with some tensors replaced; dataclasses are changed in place.
 
     Args:
-        value: events of a tape, arguments, or what modules return.
-        before: id of a tensor -> what stands for it.
+        value: events of a tape, arguments, or outputs of modules.
+        before: id of a tensor -> the tensor to put in its place.
     """
     if isinstance(value, torch.Tensor):
         return before.get(id(value), value)

@@ -1,4 +1,4 @@
-"""Places in the code of a definition: where it asks for a value, and where it has operations done."""
+"""Finds the places in a definition's code that ask for values, and the lines that run operations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ type Lines = tuple[str, tuple[Line, ...]]
 
 
 class Site(NamedTuple):
-    """A place in a definition's code.
+    """Represents a place in a definition's code.
 
     Attributes:
-        file, line: as a traceback has them.
-        offset: of the instruction, as there may be several in a line.
+        file, line: as in a traceback.
+        offset: offset of the bytecode instruction, as a line may have several.
     """
 
     file: str
@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
 
 def asking_site() -> Site | None:
-    """Where the definition's code is that has this run; None where that is nobody's but ours."""
+    """Returns the innermost place in the definition's code on the call stack; None if it is not on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_definition(frame.f_globals):
         frame = frame.f_back
@@ -44,7 +44,7 @@ def asking_site() -> Site | None:
 
 
 def running_lines() -> tuple[Line, ...]:
-    """The calls that have led here from the forward of the innermost module on, of the definition's code alone."""
+    """Returns the definition's code on the call stack, innermost first, up to the innermost module's forward."""
     frame: FrameType | None = sys._getframe(1)
     found: list[Line] = []
     while frame is not None:
@@ -62,5 +62,5 @@ def running_lines() -> tuple[Line, ...]:
 
 
 def _is_definition(names: dict[str, Any]) -> bool:
-    """Whether code with these globals is a definition's."""
+    """Returns whether code with these globals belongs to a definition."""
     return str(names.get("__name__")).partition(".")[0] not in _OTHERS

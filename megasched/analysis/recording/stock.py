@@ -1,4 +1,4 @@
-"""Whether a model is made of torch's and transformers' code alone, whose ways are known: the matrix runs it."""
+"""Checks whether a model consists of torch's and transformers' code alone, which the compatibility matrix runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _ADAPTERS = "megasched.lowering.lora"  # whose steps are compared with PEFT's
 
 
 def all_stock(model: nn.Module) -> bool:
-    """Whether all modules are of their classes and do what these do: no hooks but an adapter's, no forward of an
-    instance's own or put on a class."""
+    """Returns whether all modules have classes and forwards of torch or transformers, unchanged.
+
+    All hooks must be an adapter's, and no instance may have a forward of its own.
+    """
     return all(_is_stock(module) for module in model.modules())
 
 
 def is_theirs(function: Any) -> bool:
-    """Whether a function is written in torch or transformers."""
+    """Returns whether a function is written in torch or transformers."""
     return f"{getattr(function, '__module__', '')}.".startswith(_KNOWN)
 
 

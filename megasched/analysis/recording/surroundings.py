@@ -1,4 +1,4 @@
-"""What a definition's code changes for the modules that it calls, and a run's own modules would not follow."""
+"""Refuses changes that a definition makes around its module calls, and that a run's modules would not follow."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Surroundings:
-    """What there is around the calls of modules.
+    """Holds the forwards of a model's modules and the active modes, to detect changes to them.
 
     Args:
-        model: before it runs.
+        model: the model before it runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,11 +28,11 @@ class Surroundings:
         self._modes: list[Any] = []
 
     def check(self, path: str, module: nn.Module) -> None:
-        """Refuses what is another one than it was before the model ran; to be called as a module is.
+        """Refuses changes that the running model has made around a module, just before it is called.
 
         Raises:
-            ScheduleError: another function stands in the place of the module's forward, or a linear is called
-                with functions or operations of torch altered, or under autocast.
+            ScheduleError: another function has replaced the module's forward, or a linear is called while
+                functions or operations of torch are altered, or under autocast.
         """
         what = remedy = ""
         if not path:  # called by the run, with modes of its own
@@ -54,11 +54,11 @@ class Surroundings:
 
 
 def _modes() -> list[Any]:
-    """Of the process, but for torch's own."""
+    """Returns the active function and dispatch modes of the process, without torch's and transformers'."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [mode for mode in modes if not is_theirs(type(mode))]
 
 
 def _forward_function(module: nn.Module) -> Any:
-    """The function itself, of the instance or of its class; not the method that Python makes of it each time."""
+    """Returns the forward of an instance or of its class as a plain function, not as a bound method."""
     return vars(module).get("forward", type(module).forward)

@@ -1,7 +1,7 @@
-"""One forward of a definition on the meta device, written down once: what analyses find out is a function of it.
+"""Defines the tape, a record of one forward on the meta device that all analyses read.
 
-A tape holds the very tensors of the forward, so that a tensor is known by its identity for as long as the tape
-lives. An analysis is a ``TapeReader``: it is handed the events in the order in which they happened.
+A tape holds the tensors of the forward themselves, so that a tensor is known by its identity for as long as the
+tape lives. An analysis is a ``TapeReader``: it gets the events in the order in which they happened.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """An operation that torch carried out.
+    """Represents an operation that torch carried out.
 
     Attributes:
         func: the operator, as torch dispatches it.
-        operands, outputs: the tensors in its arguments, and in what it gave.
-        lines: of the definition's code that had it done; empty where the tape has no lines.
+        operands, outputs: the tensors in its arguments, and in its output.
+        lines: lines of the definition's code that ran it; empty where the tape has no lines.
     """
 
     func: Any
@@ -39,7 +39,7 @@ class Operation:
 
 
 class Alias(NamedTuple):
-    """A tensor that goes into a module, or out of it, as another one of the same values."""
+    """Pairs a tensor with the view of it that replaces it on its way into or out of a module."""
 
     source: torch.Tensor
     alias: torch.Tensor
@@ -47,19 +47,19 @@ class Alias(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of a module.
+    """Represents a call of a module.
 
     Attributes:
-        args, kwargs: as the forward got them; lists and mappings are copies, made when it began.
-        output: what the forward returned.
-        returned: the same as the caller got it.
-        left: of a layer, ``args`` and ``kwargs`` when it had ended: it may have written to mappings among them.
-        entered: of the tensors that the caller handed those that the forward got as another one.
-        exited: of the tensors in ``output`` those that the caller got as another one.
-        drew_before: Python's random numbers, or numpy's, were drawn since the module before it began or ended;
-            False inside of a layer, which draws on one stage alone.
-        drew_inside: the same, until it ended.
-        autograd: whether it was called where gradients are recorded.
+        args, kwargs: arguments of the forward; lists and mappings are copies, made when it began.
+        output: return value of the forward.
+        returned: ``output`` as the caller got it, with aliases in it.
+        left: for a layer, ``args`` and ``kwargs`` at its end: it may have written to mappings among them.
+        entered: the tensors among the caller's arguments that the forward got as aliases.
+        exited: the tensors in ``output`` that the caller got as aliases.
+        drew_before: whether Python's or numpy's random numbers were drawn since the module before it began or
+            ended; False inside of a layer, which draws on one stage alone.
+        drew_inside: whether they were drawn between the last start or end of a module and its own end.
+        autograd: whether gradients were recorded when it was called.
         end: how many calls had begun when it ended; -1 until then.
     """
 
@@ -80,11 +80,11 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class RecordedAttention:
-    """A call of the attention function that transformers' registry has.
+    """Represents a call of the attention function in transformers' registry.
 
     Attributes:
         query, key, value: [b, heads, s, d].
-        args, kwargs: what else it got, the mask first.
+        args, kwargs: the other arguments, the mask first.
     """
 
     module: nn.Module
@@ -98,7 +98,7 @@ class RecordedAttention:
 
 @dataclass(slots=True, eq=False)
 class RecordedLoss:
-    """A call of a definition's ``loss_function``; what a tape has of it is another function, of all logits."""
+    """Represents a call of a definition's ``loss_function``, for which a function of all logits stands in."""
 
     logits: torch.Tensor
     args: tuple[Any, ...]
@@ -108,11 +108,11 @@ class RecordedLoss:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Code asks for values, which tensors on meta have not, or for how many there are of a kind.
+    """Represents a question about values, which meta tensors lack, or about how many elements of a kind there are.
 
     Attributes:
-        tensors: that it asks about.
-        site: where in the definition's code; None where it is none of its.
+        tensors: the tensors that the code asks about.
+        site: the place in the definition's code; None where it was not the definition that asked.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -121,7 +121,7 @@ class Question:
 
 
 class HeldTensor(NamedTuple):
-    """A parameter or a buffer as it was before the forward: where its values are, and their version."""
+    """Holds a parameter or buffer, with the storage and version it had before the forward."""
 
     tensor: torch.Tensor
     storage: int
@@ -129,61 +129,61 @@ class HeldTensor(NamedTuple):
 
 
 class TapeReader:
-    """What an analysis does at each event; nothing by default."""
+    """Receives the events of a tape; each method does nothing by default."""
 
     def operation(self, operation: Operation) -> None:
-        """Torch carried out an operation."""
+        """Handles an operation that torch carried out."""
 
     def enter(self, call: Call) -> None:
-        """A module's forward begins. What it returns is not known yet."""
+        """Handles the start of a module's forward, when its output is not known yet."""
 
     def leave(self, call: Call) -> None:
-        """It has ended."""
+        """Handles the end of a module's forward."""
 
     def enter_attention(self, call: RecordedAttention) -> None:
-        """The attention function begins; its own operations follow."""
+        """Handles the start of the attention function, whose own operations follow."""
 
     def leave_attention(self, call: RecordedAttention) -> None:
-        """It has ended."""
+        """Handles the end of the attention function."""
 
     def enter_loss(self, call: RecordedLoss) -> None:
-        """The loss function begins; operations of what stands in for it follow."""
+        """Handles the start of the loss function; operations of its stand-in follow."""
 
     def leave_loss(self, call: RecordedLoss) -> None:
-        """It has ended."""
+        """Handles the end of the loss function."""
 
     def question(self, question: Question) -> None:
-        """Code asked about values."""
+        """Handles a question about values."""
 
     def numbers_given(self, values: Any) -> None:
-        """Code made a tensor of these Python numbers."""
+        """Handles code that made a tensor of these Python numbers."""
 
     def custom_function(self, function: Function, args: Any, output: Any) -> None:
-        """Something with a backward of its own has run: an ``autograd.Function``, or an operator of a library."""
+        """Handles a call of an ``autograd.Function``, or of a library's operator, with its own backward."""
 
     def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
-        """A tensor got a hook on its gradient."""
+        """Handles a tensor that got a hook on its gradient."""
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """Code read the ``grad_fn`` of a tensor, where it may register hooks."""
+        """Handles code that read the ``grad_fn`` of a tensor, where it may register hooks."""
 
     def packs(self, change: int) -> None:
-        """Code enters (1), or leaves (-1), hooks of its own on tensors that are saved for the backward pass."""
+        """Handles code that enters (1) or leaves (-1) its own hooks on tensors saved for the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """What happened in one forward.
+    """Holds the events of one forward.
 
     Attributes:
         model: the copy on meta that ran.
         inputs: arguments of its forward.
-        output: what it returned.
-        answers: place in the code -> the answer that was given there to a question about values.
-        held: name -> a parameter, or a buffer; of tied ones each name.
+        output: return value of its forward.
+        answers: place in the code -> the answer that its question about values got.
+        held: name -> a parameter or buffer; tied ones appear under each name.
         rewritten: names of those whose values were written to, as autograd counts it.
         replaced_buffers: names of buffers that are other tensors now.
-        drew_at_end: Python's random numbers, or numpy's, were drawn after the last module had ended.
+        drew_at_end: whether Python's or numpy's random numbers were drawn after the last module had ended.
     """
 
     model: nn.Module
@@ -197,16 +197,16 @@ class Tape:
     _events: Sequence[tuple[str, tuple[Any, ...]]]
 
     def read(self, reader: TapeReader) -> None:
-        """Hands a reader all events, in their order."""
+        """Hands all events to a reader, in their order."""
         handlers = {name: getattr(reader, name) for name in {name for name, _ in self._events}}
         for name, arguments in self._events:
             handlers[name](*arguments)
 
     def calls(self) -> Iterator[Call]:
-        """The calls of modules, in the order in which they began."""
+        """Returns an iterator over the calls of modules, in the order in which they began."""
         return (arguments[0] for name, arguments in self._events if name == "enter")
 
     @property
     def loss(self) -> RecordedLoss | None:
-        """The first call of the definition's ``loss_function``."""
+        """Returns the first call of the definition's ``loss_function``; None if it was not called."""
         return next((arguments[0] for name, arguments in self._events if name == "enter_loss"), None)

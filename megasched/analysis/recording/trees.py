@@ -1,4 +1,4 @@
-"""What modules are handed and return: the tensors in it, and how it was at one moment."""
+"""Finds the tensors in arguments and outputs of modules, and copies these structures as they are at one moment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHARED = (torch.Tensor, nn.Module)
 
 
 def leaves_of(value: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
-    """Index and tensor of each tensor in a tuple or list; None and the tensor itself where it is one."""
+    """Yields index and tensor of each tensor in a tuple or list, or None and the value if that is a tensor."""
     for index, leaf in enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]:
         if isinstance(leaf, torch.Tensor):
             yield index, leaf
 
 
 def entries_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, Any], Any]]:
-    """(argument, key) and entry of every mapping among a layer's arguments."""
+    """Yields ``(argument, key)`` and entry of every mapping among a layer's arguments."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, MutableMapping):
             for key, entry in value.items():
@@ -31,7 +31,7 @@ def entries_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tup
 
 
 def snapshot(value: Any) -> Any:
-    """The same tensors, in copies of the objects that a forward may change: a cache of keys and values is one."""
+    """Returns the same tensors in copies of the objects that a forward may change, such as a key-value cache."""
     if type(value) in (tuple, list):
         return type(value)(snapshot(item) for item in value)
     if type(value) is dict:
@@ -48,7 +48,7 @@ def _copy(value: Any) -> Any:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """In which a deep copy has the tensors of the original: one with a gradient can't be copied."""
+    """Makes a deep copy share the original's tensors, because a tensor with a gradient can't be copied."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,5 +1,8 @@
-"""Attributes by which a module counts heads or features, found by trial: with what columns hand out on one rank,
-its operations must give what the labelled run says that one rank has."""
+"""Finds attributes in which a module counts heads or features, by trial.
+
+With a rank's part of the columns' outputs, the module's operations must give what the labelled run expects on a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ _AT_MOST = 3
 def find_counts(
     tape: Tape, structure: LayerStack, assume: TpAssumptions, tp: int, inferred: set[str]
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Attributes that must be divided by TP, by module; and columns for which nothing helps.
+    """Returns the attributes to divide by TP, by module, and the columns for which no attributes help.
 
     Args:
-        tape: of the definition.
+        tape: tape of the definition.
         assume: what is cut; nothing of it needs to be gathered.
         tp: tensor parallel size.
-        inferred: columns and rows to look at; what others have decided is theirs to know.
+        inferred: columns and rows to look at; other linears already have roles and counts.
     """
     rank = Rank(tp, assume.cuts, assume.components, assume.heads)
     run = RecordedCalls(tape, assume, loss_takes_shards=True)
@@ -52,13 +55,13 @@ def find_counts(
 
 
 def _own_code(structure: LayerStack, path: str) -> bool:
-    """Whether a module lies below a layer: layers and what is around them only hand things on."""
+    """Returns whether a module lies below a layer: layers and modules around them only pass tensors on."""
     index = structure.index_of(path)
     return index is not None and path != structure.layer_path(index)
 
 
 def _candidates(module: nn.Module) -> dict[str, int]:
-    """Attributes that may count heads or features: integers of a module, and of its config."""
+    """Returns the attributes that may count heads or features: integers of a module, and of its config."""
     numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 1}
     own = {name: value for name, value in numbers.items() if name not in PLACES}
     config = vars(module).get("config")
@@ -68,7 +71,7 @@ def _candidates(module: nn.Module) -> dict[str, int]:
 
 
 def _attributes(module: nn.Module, path: str, call: ModuleCall, rank: Rank) -> tuple[str, ...] | None:
-    """The fewest attributes that, divided by TP, make a module do what it must; None where none do."""
+    """Returns the fewest attributes that, divided by TP, make a module compute a rank's part; None without any."""
     counts = {name: rank.count(path, value) for name, value in _candidates(module).items()}
     local = {name: count for name, count in counts.items() if count is not None}
     for number in range(_AT_MOST + 1):

@@ -1,5 +1,8 @@
-"""Roles for what neither an adapter nor HF's plan cuts: candidates by the flow of data, kept where a labelled run
-proves that they need nothing that cutting them would not save."""
+"""Infers roles for linears that neither an adapter nor HF's plan cuts.
+
+Candidates come from the flow of data. They are kept where a labelled run proves that they need no communication
+which cutting them would not save.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ if TYPE_CHECKING:
 def infer_roles(
     model: nn.Module, roles: Roles, structure: LayerStack | None, *, tp: int, sequence_parallel: bool = False
 ) -> Roles:
-    """The roles, and ``column`` and ``row`` for the linears inside the layers that can be cut besides.
+    """Returns the roles, with ``column`` and ``row`` added for other linears inside the layers that can be cut.
 
     Args:
         model: the definition, parameters on meta.
-        roles: what is known of its modules.
+        roles: known roles of its modules.
         structure: how it runs; without one there are no layers to look into.
         tp: tensor parallel size that they are to be cut for.
-        sequence_parallel: as the run will have it.
+        sequence_parallel: whether the run uses sequence parallelism.
     """
     if structure is None or all(path in roles.role for path in linears_in(model, structure)):
         return roles
@@ -80,7 +83,7 @@ def infer_roles(
 
 
 def _is_chosen(model: nn.Module, structure: LayerStack, flow: Flow, path: str) -> bool:
-    """Whether there are others of its kind in a list of the layer that were not called."""
+    """Returns whether a list of the layer has others of its kind that were not called."""
     return any(
         structure.index_of(around) is not None and other.rpartition(".")[0] not in flow.feeds
         for around, other in counterparts(model, f"{path}.weight")
@@ -88,7 +91,7 @@ def _is_chosen(model: nn.Module, structure: LayerStack, flow: Flow, path: str) -
 
 
 class _Proven(NamedTuple):
-    """Groups that can be cut; their columns with fewer heads than ranks; arguments that are cut with them."""
+    """Holds groups that can be cut, their columns with fewer heads than ranks, and arguments cut with them."""
 
     groups: list[Group]
     heads: Mapping[str, tuple[int, ...]]
@@ -105,7 +108,7 @@ def _proven(
     sequence_parallel: bool,
     declined: dict[str, str],
 ) -> _Proven:
-    """The groups that can be cut, some of their columns left whole; why others can't goes into ``declined``."""
+    """Returns the groups that can be cut, some columns left whole; puts reasons for others into ``declined``."""
     components = {**flow.components, **roles.components}
     heads: dict[str, tuple[int, ...]] = {}
     tried: set[str] = set()
@@ -133,13 +136,13 @@ def _proven(
 
 
 def _features(model: nn.Module, group: Group) -> dict[str, int]:
-    """How many each column of a group gives."""
+    """Returns the number of output features of each column in a group."""
     columns = {path: model.get_submodule(path) for path in sorted(group.columns)}
     return {path: module.weight.shape[output_axis(module)] for path, module in columns.items()}
 
 
 def _left_of(group: Group, derived: TpFacts, tp: int, declined: dict[str, str]) -> Group | None:
-    """What of a group can be cut, after a run that had it cut."""
+    """Returns the part of a group that can be cut after a run that had it cut; None where there is none."""
     for problem in derived.problems:
         around = problem.module + "."
         if any(path == problem.module or path.startswith(around) for path in group.members):
@@ -160,7 +163,7 @@ def _left_of(group: Group, derived: TpFacts, tp: int, declined: dict[str, str]) 
 
 
 def _origins(groups: list[Group]) -> dict[str, str]:
-    """What was seen, for each linear of the groups."""
+    """Returns the origin text of each linear in the groups, which says what it feeds or takes."""
     found = {}
     for group in groups:
         columns = ", ".join(sorted(path.rpartition(".")[2] for path in group.columns))

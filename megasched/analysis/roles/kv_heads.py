@@ -1,4 +1,4 @@
-"""Columns with fewer heads of key and value than TP ranks: several ranks can have the same head."""
+"""Finds columns with fewer KV heads than TP ranks, so that several ranks can have the same head."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megasched.analysis.tp.facts import TpFacts
 
 
 def is_uneven(column: str, derived: TpFacts, tp: int) -> bool:
-    """Whether TP does not divide what stems from a column."""
+    """Returns whether TP does not divide the sizes of tensors that stem from a column."""
     return any(size % tp for size in derived.cut_sizes.get(column, ()))
 
 
 def few_heads(
     features: Mapping[str, int], derived: TpFacts, components: Mapping[str, tuple[int, ...]], tp: int
 ) -> dict[str, tuple[int, ...]]:
-    """Columns that can't be cut -> heads of their components (``ShardDim``) with which they may be.
+    """Returns columns that can't be cut -> heads of their components (``ShardDim``) with which they may be.
 
-    Smaller ones are taken for key and value. Whether they are, the next labelled run shows: heads that ranks have
-    in common fit nothing but attention, and one that all have is the same for all.
+    Smaller ones are taken for key and value. The next labelled run shows whether they are: heads that ranks share
+    fit nothing but attention, and a head that all ranks have is the same for all.
 
     Args:
-        features: columns that feed one row -> how many each gives.
-        derived: of a run that had them cut.
+        features: columns that feed one row -> number of output features of each.
+        derived: facts of a run that had them cut.
         components: column -> sizes of the projections packed into its output.
     """
     found = {}

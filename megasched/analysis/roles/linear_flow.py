@@ -1,4 +1,4 @@
-"""Which linears feed which: every tensor of a tape knows the linears that it stems from."""
+"""Finds which linears feed which, by following the linears that every tensor of a tape stems from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megasched.definition.linears import is_linear, output_axis
 
 @dataclass
 class Flow:
-    """What one run showed of the linears inside the layers.
+    """Describes how the linears inside the layers feed each other in one run.
 
     Attributes:
         feeds: linear, in the order of the calls -> the linears its input stems from with no other between.
@@ -101,16 +101,16 @@ class _LinearFlow(TapeReader):
 
 
 def linears_in(model: nn.Module, structure: LayerStack) -> dict[str, nn.Module]:
-    """Every linear inside the layers."""
+    """Returns every linear inside the layers, by path."""
     prefix = structure.layers + "."
     return {path: m for path, m in model.named_modules() if path.startswith(prefix) and is_linear(m)}
 
 
 def linear_flow(tape: Tape, structure: LayerStack) -> Flow:
-    """What feeds what in a forward of a causal language model.
+    """Returns how linears feed each other in a forward of a causal language model.
 
     Args:
-        tape: of the definition.
+        tape: tape of the definition.
         structure: where its layers are; the flow begins anew in each.
     """
     watched = linears_in(tape.model, structure)
@@ -125,7 +125,7 @@ def linear_flow(tape: Tape, structure: LayerStack) -> Flow:
 
 @dataclass
 class Group:
-    """Columns and the row that takes what stems from them."""
+    """Holds columns, and the row whose input stems from them."""
 
     columns: set[str]
     row: str
@@ -136,10 +136,10 @@ class Group:
 
 
 def find_groups(flow: Flow, taken: Callable[[str], bool]) -> list[Group]:
-    """Columns with their row, none in two parts; the later row has the first say.
+    """Returns groups of columns with their row, none in two groups; later rows choose first.
 
     Args:
-        taken: linears that something else has decided on.
+        taken: returns whether a linear already has a role.
     """
     found: list[Group] = []
     used: set[str] = set()

@@ -1,4 +1,4 @@
-"""Rules of operators that take each element by itself, or make new tensors of a given one's shape."""
+"""Defines rules for operators that take each element by itself, or make new tensors in a given one's shape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from megasched.language.tensor_types import ShardDim
 
 @rule("copy_")
 def pointwise(call: OpCall) -> list[ShardDim]:
-    """What torch tags as pointwise: operands are broadcast."""
+    """Returns the cut of operators that torch tags as pointwise, whose operands are broadcast."""
     return [_broadcast(call, out) for out in call.outputs]
 
 
 def _broadcast(call: OpCall, out: torch.Tensor) -> ShardDim:
-    """Dimensions are aligned at the right; what is whole must be the same for all along the cut one."""
+    """Returns the cut of an output, after aligning dimensions at the right.
+
+    Whole operands must be constant along the cut dimension.
+    """
     found = {replace(along, dim=along.dim - tensor.dim() + out.dim()) for tensor, along in call.cut}
     if len(found) > 1:
         raise NeedsWhole
@@ -32,7 +35,7 @@ def _broadcast(call: OpCall, out: torch.Tensor) -> ShardDim:
 @rule("native_dropout", "bernoulli_", "uniform_", "normal_", "exponential_", "log_sigmoid_forward")
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 def keeps_shape(call: OpCall) -> ShardDim:
-    """What is not tagged as pointwise, and yet leaves each element at its place."""
+    """Keeps the cut for operators that leave each element at its place, but have no pointwise tag."""
     x, along = call.only()
     if call.outputs and call.outputs[0].shape != x.shape:
         raise NeedsWhole
@@ -42,7 +45,7 @@ def keeps_shape(call: OpCall) -> ShardDim:
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 def new(call: OpCall) -> ShardDim:
-    """Of sizes that were taken from a tensor that is cut, down to the dimension of the cut."""
+    """Keeps the cut of a tensor for a new one of equal sizes, down to the cut dimension."""
     x, along = call.only()
     out = call.outputs[0]
     if out.dim() != x.dim() or out.shape[: along.dim + 1] != x.shape[: along.dim + 1]:

@@ -1,8 +1,8 @@
-"""Along which dimension a tensor is cut over ranks, followed through an operation.
+"""Follows the dimension along which a tensor is cut over ranks through an operation.
 
-A column linear's output is cut along its last dimension; views, transposes and matrix products take the cut
-elsewhere. What can't be computed on a part (a norm over the cut dimension, a slice of it, a product that sums
-over it) needs the whole, and so does an operation that has no rule.
+A column linear's output is cut along its last dimension. Views, transposes and matrix products move the cut. An
+operation that can't be computed on a part (a norm over the cut dimension, a slice of it, a product that sums over
+it) needs the whole, and so does an operation that has no rule.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def follow(
     outputs: list[torch.Tensor],
     along: Callable[[torch.Tensor], ShardDim | None],
 ) -> list[ShardDim | None]:
-    """How each output of an operation is cut; None for all where nothing that is cut goes in.
+    """Returns how each output of an operation is cut; None for all of them where no operand is cut.
 
     Args:
         along: tensor -> ``ShardDim``, or None for one that is not cut.
 
     Raises:
-        NeedsWhole: the operation needs all of a dimension that is cut; ``NoRule`` where it is not known.
+        NeedsWhole: the operation needs all of a dimension that is cut; ``NoRule`` where it has no rule.
     """
     call = OpCall(func, args, kwargs, outputs, along)
     if not call.cut:
@@ -62,7 +62,7 @@ def _rule_of(func: Any) -> Rule:
 
 
 def _in_place(rule: Rule, call: OpCall) -> ShardDim | list[ShardDim]:
-    """An operand that is written to keeps its shape, and so its cut."""
+    """Applies a rule to an operation whose written operand keeps its shape, and so its cut."""
     found = rule(call)
     if found != call.along(call.arguments["self"]):
         raise NeedsWhole
@@ -70,7 +70,7 @@ def _in_place(rule: Rule, call: OpCall) -> ShardDim | list[ShardDim]:
 
 
 def _by_registered(rule: OpRule, call: OpCall) -> list[ShardDim]:
-    """A rule of third parties, which say the dimension alone."""
+    """Applies a rule of third parties, which returns a dimension alone."""
     cut = {name: along for name, value in call.arguments.items() if (along := call.along(value)) is not None}
     forms = {replace(along, dim=0) for along in cut.values()}
     if len(forms) != 1:

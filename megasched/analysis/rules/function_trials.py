@@ -1,5 +1,4 @@
-"""Functions with a backward of their own, tried with numbers: on the parts of its gradients, the backward must do
-what it does on the whole."""
+"""Tries functions with their own backward on numbers, to see whether it works on parts of gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def local_shard(tensor: torch.Tensor, along: ShardDim, rank: int, ranks: int) -> torch.Tensor:
-    """What one of ``ranks`` has of a tensor that is cut so; its components are not replicated.
+    """Returns the part of a cut tensor that one of ``ranks`` has; its components must not be replicated.
 
     Raises:
         ValueError: it is not shared out evenly.
@@ -40,7 +39,7 @@ def local_shard(tensor: torch.Tensor, along: ShardDim, rank: int, ranks: int) ->
 
 
 class FunctionTrials:
-    """Whether functions work part by part; each is tried once."""
+    """Finds out whether functions work part by part, and tries each only once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
@@ -55,12 +54,12 @@ class FunctionTrials:
         """Tries a function with random numbers, forward and backward.
 
         Args:
-            args, output: of a call on meta.
-            along: how a tensor of them is cut; None for what is whole.
+            args, output: arguments and output of a call on meta.
+            along: returns how one of their tensors is cut; None for a whole one.
 
         Returns:
-            Whether from parts come the same parts, of outputs and gradients, and from what is whole gradients that
-            add up. Where no output is cut: whether gradients of it that add up give such gradients.
+            Whether parts of arguments give the same parts of outputs and gradients, and gradients of whole
+            arguments add up. Where no output is cut: whether output gradients that add up give such gradients.
         """
         leaves, spec = torch.utils._pytree.tree_flatten(args)
         cuts = [along(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -103,7 +102,7 @@ def _same(
     scale: float,
     positive: bool,
 ) -> bool | None:
-    """None for numbers that it is not made for: it gives none for them."""
+    """Returns whether the parts fit the whole for one draw of numbers; None if results are not finite."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(tensor: torch.Tensor, *, positive: bool = False) -> torch.Tensor:
@@ -147,7 +146,7 @@ def _same(
 def _gradients_of_ranks(
     whole: list[torch.Tensor], places: Sequence[ShardDim | None], numbers: Callable[..., torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """What each rank has of the gradients of outputs: a part, or of what is whole some term."""
+    """Returns the output gradients of each rank: parts, or terms that add up where outputs are whole."""
     if places[0] is not None:
         return [
             [_part(grad, place, rank) for grad, place in zip(whole, places, strict=True)] for rank in range(_PARTS)

@@ -1,4 +1,4 @@
-"""Rules of operators that take elements at indices, or put them there."""
+"""Defines rules for operators that take elements at indices, or put them there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasched.language.tensor_types import ShardDim
 
 @rule("gather")
 def gather(call: OpCall) -> ShardDim:
-    """An index for each element that is taken. A table that is whole can be read at any place of it."""
+    """Follows the cut where each taken element has its own index; a whole table can be read at any place."""
     table, index = call.arguments["self"], call.arguments["index"]
     along = call.along(index)
     if along is not None and call.along(table) is None and call.dim(table) == along.dim:
@@ -25,13 +25,13 @@ def gather(call: OpCall) -> ShardDim:
 
 @rule("scatter", "scatter_add")
 def scatter(call: OpCall) -> ShardDim:
-    """An index for each element that is put somewhere."""
+    """Follows the cut where each element that is put somewhere has its own index."""
     return _by_element(call, [call.arguments[name] for name in ("self", "index", "src") if name in call.arguments])
 
 
 @rule("index_add")
 def index_add(call: OpCall) -> ShardDim:
-    """A list of places, alike in all that has the elements."""
+    """Follows the cut where one list of places serves all elements."""
     told = call.arguments
     if call.along(told["index"]) is not None:
         raise NeedsWhole
@@ -39,7 +39,7 @@ def index_add(call: OpCall) -> ShardDim:
 
 
 def _by_element(call: OpCall, given: Sequence[Any]) -> ShardDim:
-    """Elements are taken or put along a dimension while another one is cut, in all that has them alike."""
+    """Keeps a cut that all tensors have alike, and that is not along the dimension of the indices."""
     x, *others = (tensor for tensor in given if isinstance(tensor, torch.Tensor))
     found = {along for tensor in (x, *others) if (along := call.along(tensor)) is not None}
     if len(found) != 1:
@@ -53,7 +53,7 @@ def _by_element(call: OpCall, given: Sequence[Any]) -> ShardDim:
 
 @rule("embedding")
 def embedding(call: OpCall) -> ShardDim:
-    """A row of a table that is whole for each index."""
+    """Takes the cut of the indices, each of which reads a row of a whole table."""
     told = call.arguments
     along = call.along(told["indices"])
     by_frequency = told["scale_grad_by_freq"]  # of an index in all of the sequence
@@ -64,7 +64,7 @@ def embedding(call: OpCall) -> ShardDim:
 
 @rule("index_select")
 def index_select(call: OpCall) -> ShardDim:
-    """A list of places: of a table that is whole, or of another dimension than the one that is cut."""
+    """Follows the cut of a list of places into a whole table, or a cut of another dimension of the table."""
     x, index = call.arguments["self"], call.arguments["index"]
     dim, own, listed = call.dim(x), call.along(x), call.along(index)
     if own is None and listed is not None:
@@ -76,7 +76,7 @@ def index_select(call: OpCall) -> ShardDim:
 
 @rule("index")
 def index(call: OpCall) -> ShardDim:
-    """``x[i, :, j]``: indices that are the same on all ranks, or one that is cut, into a table that is whole."""
+    """Follows ``x[i, :, j]`` with whole indices into a cut tensor, or with one cut index into a whole tensor."""
     x, indices = call.arguments["self"], call.arguments["indices"]
     own = call.along(x)
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -91,9 +91,9 @@ def index(call: OpCall) -> ShardDim:
 
 
 def _beside(indices: Sequence[torch.Tensor | None], along: ShardDim) -> ShardDim:
-    """Elements that are taken along other dimensions leave the cut between the dimensions that stay.
+    """Returns the new place of a cut beside dimensions from which elements are taken.
 
-    Where indices stand side by side, what they are broadcast to comes in their place, else in front of all.
+    Where the indices are adjacent, their broadcast dimensions come in their place, else in front of all.
     """
     given: dict[int, torch.Tensor] = {}
     dim = 0

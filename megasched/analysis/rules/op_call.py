@@ -1,4 +1,4 @@
-"""A call of an operator some of whose tensors are cut, as a rule is handed it."""
+"""Defines the call of an operator with cut tensors, as rules get it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megasched.language.tensor_types import ShardDim
 
 
 class NeedsWhole(Exception):
-    """The operation can't be done part by part.
+    """Reports that an operation can't be done part by part.
 
     Args:
-        met: tensors that are whole where others are cut, and how they would have to be cut for it to be done.
+        met: tensors that are whole where others are cut, and the cuts with which the operation could be done.
     """
 
     def __init__(self, *met: tuple[torch.Tensor, ShardDim]) -> None:
@@ -27,16 +27,16 @@ class NeedsWhole(Exception):
 
 
 class NoRule(NeedsWhole):
-    """Nothing is known of the operation, so that it is taken for one that needs the whole."""
+    """Reports an operation without a rule, which is taken for one that needs the whole."""
 
 
 class OpCall:
-    """What an operator was called with, and what it gave; shapes are those of the whole.
+    """Describes an operator's arguments and outputs; shapes are those of the whole.
 
     Attributes:
         operands: the tensors among its arguments.
-        outputs: the tensors that it gave.
-        cut: those of the operands that are cut, and how.
+        outputs: the tensors that it returned.
+        cut: the operands that are cut, and how.
     """
 
     def __init__(
@@ -54,34 +54,34 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The operator's name in the schema, without an overload's."""
+        """Returns the operator's name in the schema, without an overload's."""
         return str(self.func.overloadpacket.__name__)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """All arguments by the names of the schema."""
+        """Returns all arguments by the names of the schema."""
         return arguments_of(self.func, self._args, self._kwargs)
 
     def along(self, tensor: Any) -> ShardDim | None:
-        """How a tensor is cut; None for one that is whole, and for what is no tensor."""
+        """Returns how a tensor is cut; None for a whole tensor, and for any other value."""
         return self._along(tensor) if isinstance(tensor, torch.Tensor) else None
 
     def dim(self, tensor: torch.Tensor) -> int:
-        """The dimension that the call is told, counted from the left."""
+        """Returns the dimension in the call's ``dim`` argument, counted from the left."""
         return int(self.arguments["dim"]) % tensor.dim()
 
     def dims(self, tensor: torch.Tensor) -> list[int]:
-        """All dimensions that it is told, or those of the tensor where it is told none."""
+        """Returns all dimensions in the call's arguments, or those of the tensor where there are none."""
         told = self.arguments.get("dim", self.arguments.get("dims"))
         if told is None or told == []:
             return list(range(tensor.dim()))
         return [dim % tensor.dim() for dim in (told if isinstance(told, list | tuple) else [told])]
 
     def only(self) -> tuple[torch.Tensor, ShardDim]:
-        """The tensor that the operator works on, and its cut, where that is all that is cut.
+        """Returns the tensor that the operator works on, and its cut, where no other tensor is cut.
 
         Raises:
-            NeedsWhole: others are, too, or instead.
+            NeedsWhole: another tensor is cut, too, or instead.
         """
         (tensor, along), *others = self.cut
         if others or tensor is not self.arguments.get("self", self.arguments.get("input", tensor)):
@@ -89,13 +89,13 @@ class OpCall:
         return tensor, along
 
     def require_same(self, tensors: Sequence[torch.Tensor], along: ShardDim, out: torch.Tensor) -> None:
-        """Checks that what is whole is the same along the dimension of ``out`` that is cut, dimensions aligned at
-        the right: of size 1 there, or expanded to its size.
+        """Checks that whole tensors are constant along the cut dimension of ``out``.
 
-        An expanded tensor was made of one as large as another; on a rank it is as large as that one is there.
+        With dimensions aligned at the right, they must have size 1 there, or be expanded. An expanded tensor was
+        made as large as another one, and on a rank it is as large as that one is there.
 
         Raises:
-            NeedsWhole: one is not; says how it would have to be cut.
+            NeedsWhole: a tensor is not constant; says how it would have to be cut.
         """
         met = []
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Rules of third parties' operators: along which dimension the result is cut, when what they take is."""
+"""Registers rules for third parties' operators, which say along which dimension the outputs are cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REGISTERED: dict[torch._ops.OpOverload, OpRule] = {}
 
 
 def register_op_rule(op: torch._ops.OpOverload) -> Callable[[OpRule], OpRule]:
-    """Decorator: says how what an operator gives is cut over ranks, for one that has no rule.
+    """Registers a function that says how an operator's outputs are cut over ranks, for an operator without a rule.
 
     Without a rule an operator takes its tensors whole: columns are gathered before it. Example::
 
@@ -48,5 +48,5 @@ def register_op_rule(op: torch._ops.OpOverload) -> Callable[[OpRule], OpRule]:
 
 
 def op_rule(op: Any) -> OpRule | None:
-    """The rule that was registered for an operator."""
+    """Returns the rule that was registered for an operator, or None."""
     return _REGISTERED.get(op) if _REGISTERED else None

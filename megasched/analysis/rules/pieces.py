@@ -1,4 +1,4 @@
-"""Rules of operators that take a tensor apart, or join several."""
+"""Defines rules for operators that take a tensor apart, or join several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megasched.language.tensor_types import ON_ALL_RANKS, ShardDim
 
 @rule("select", "unbind")
 def without_dim(call: OpCall) -> ShardDim:
-    """One place of a dimension, or each of them; the dimension is gone."""
+    """Follows the cut where a dimension goes, and one place of it is taken, or each of them."""
     x, along = call.only()
     dim = call.dim(x)
     if dim == along.dim:
@@ -25,7 +25,7 @@ def without_dim(call: OpCall) -> ShardDim:
 
 @rule("slice")
 def slice_(call: OpCall) -> ShardDim:
-    """Places of a dimension from one to another."""
+    """Follows the cut through a range of places along a dimension."""
     x, along = call.only()
     dim, told = call.dim(x), call.arguments
     if dim != along.dim:
@@ -38,7 +38,7 @@ def slice_(call: OpCall) -> ShardDim:
 
 @rule("narrow")
 def narrow(call: OpCall) -> ShardDim:
-    """The same, by their number; nobody knows whether that is of a rank's places or of all."""
+    """Keeps a cut along another dimension; the length may count a rank's own places or those of the whole."""
     x, along = call.only()
     if call.dim(x) == along.dim:
         raise NeedsWhole
@@ -47,7 +47,7 @@ def narrow(call: OpCall) -> ShardDim:
 
 @rule("split", "split_with_sizes")
 def split(call: OpCall) -> list[ShardDim]:
-    """Pieces that lie one after the other in a dimension."""
+    """Follows the cut through pieces that lie one after the other along a dimension."""
     x, along = call.only()
     dim = call.dim(x)
     if dim != along.dim:
@@ -57,7 +57,7 @@ def split(call: OpCall) -> list[ShardDim]:
 
 
 def _between(along: ShardDim, size: int, start: int, end: int) -> ShardDim:
-    """How what lies between two positions is cut; they must be boundaries of components."""
+    """Returns how the range between two positions is cut; both must be boundaries of components."""
     sizes = along.components or (size,)
     bounds = [0, *accumulate(sizes)]
     if along.outer > 1 or start not in bounds or end not in bounds:
@@ -71,13 +71,13 @@ def _between(along: ShardDim, size: int, start: int, end: int) -> ShardDim:
 
 @rule("cat")
 def cat(call: OpCall) -> ShardDim:
-    """One after the other in a dimension that is there."""
+    """Keeps the cut of tensors that are joined along another, existing dimension."""
     return _joined(call, call.dim(call.outputs[0]))
 
 
 @rule("stack")
 def stack(call: OpCall) -> ShardDim:
-    """One after the other in a new dimension."""
+    """Follows the cut of tensors that are joined along a new dimension."""
     along = _joined(call, None)
     return replace(along, dim=along.dim + (call.dim(call.outputs[0]) <= along.dim))
 

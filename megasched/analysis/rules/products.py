@@ -1,4 +1,4 @@
-"""Rules of matrix products and convolutions."""
+"""Defines rules for matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megasched.language.tensor_types import ShardDim
 
 @rule("mm", "bmm", "matmul")
 def product(call: OpCall) -> ShardDim:
-    """Of two matrices, or of as many pairs of them."""
+    """Follows the cut through the product of two matrices, or of two batches of matrices."""
     return _product(call, *call.operands)
 
 
 @rule("addmm", "baddbmm", in_place=False)
 def product_and_sum(call: OpCall) -> ShardDim:
-    """The same, and a sum with a tensor that must be cut as the product is, or be the same for all."""
+    """Follows the cut through a product and a sum with a tensor that is cut like it, or constant along the cut."""
     added, *factors = call.operands
     along, out = _product(call, *factors), call.outputs[0]
     own = call.along(added)
@@ -45,7 +45,10 @@ def _product(call: OpCall, a: torch.Tensor, b: torch.Tensor) -> ShardDim:
 
 @rule("convolution")
 def convolution(call: OpCall) -> ShardDim:
-    """Along samples; along a spatial dimension with kernels of one place. Channels meet weights that are whole."""
+    """Keeps a cut along samples, or along a spatial dimension where the kernel has one place.
+
+    A cut of channels would meet whole weights.
+    """
     _, along = call.only()
     if along.dim > 0:
         told = call.arguments

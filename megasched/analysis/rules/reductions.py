@@ -1,4 +1,4 @@
-"""Rules of operators that need all of some dimensions, and take the others place by place."""
+"""Defines rules for operators that need all of some dimensions, and take the others place by place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megasched.language.tensor_types import ShardDim
 @rule("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "kthvalue")
 @rule("flip", "roll")
 def over_dims(call: OpCall) -> ShardDim:
-    """Over the dimensions that it is told, or over all where it is told none."""
+    """Keeps a cut beside the dimensions that the operator works over, which are all where it names none."""
     x, along = call.only()
     dims = call.dims(x)
     if along.dim in dims:
@@ -25,7 +25,7 @@ def over_dims(call: OpCall) -> ShardDim:
 
 @rule("glu")
 def halves(call: OpCall) -> ShardDim:
-    """The first half of a dimension meets the second one."""
+    """Keeps a cut beside the dimension whose first half meets the second one."""
     x, along = call.only()
     if call.dim(x) == along.dim:
         raise NeedsWhole
@@ -34,7 +34,7 @@ def halves(call: OpCall) -> ShardDim:
 
 @rule("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm")
 def norm(call: OpCall) -> ShardDim:
-    """Over the last dimensions."""
+    """Keeps a cut beside the last dimensions, which the norm is taken over."""
     x, along = call.only()
     if along.dim >= x.dim() - len(call.arguments["normalized_shape"]):
         raise NeedsWhole

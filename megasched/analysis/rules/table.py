@@ -1,7 +1,7 @@
-"""The table of operators: how what one gives is cut, when what it takes is. One rule an operator.
+"""Defines the table of operators: one rule for each says how its outputs are cut when its operands are.
 
-The same rule serves a cut of features over TP and of a sequence over TP or CP: what differs is what is done where
-an operator needs the whole. An operator that is not in the table is taken for one that does.
+The same rule serves a cut of features over TP and of a sequence over TP or CP. They differ only in what happens
+where an operator needs the whole. An operator that is not in the table is taken for one that does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IN_PLACE: set[str] = set()
 
 
 def rule(*names: str, in_place: bool = True) -> Callable[[Rule], Rule]:
-    """Decorator: the rule of the operators of torch's ``aten`` that have these names, in all their overloads.
+    """Registers the rule of the operators of torch's ``aten`` with these names, in all their overloads.
 
     Args:
-        in_place: whether it holds for ``name_``, too; not where that changes the shape of its operand.
+        in_place: whether it holds for ``name_``, too; False where that changes the shape of its operand.
     """
 
     def decorate(function: Rule) -> Rule:

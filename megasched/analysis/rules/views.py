@@ -1,4 +1,4 @@
-"""Rules of operators that compute nothing and give all that they take, elsewhere: views are most of them."""
+"""Defines rules for operators that compute nothing and return all elements elsewhere, such as views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasched.language.tensor_types import ShardDim
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", in_place=False)
 def view(call: OpCall) -> ShardDim:
-    """The dimension of a view that holds the cut, or its outermost part."""
+    """Returns the dimension of a view that holds the cut, or its outermost part."""
     x, along = call.only()
     before, after = x.shape, call.outputs[0].shape
     outside = prod(before[: along.dim]) * along.outer
@@ -29,7 +29,7 @@ def view(call: OpCall) -> ShardDim:
 
 
 def _in_units(components: tuple[int, ...], before: int, after: int) -> tuple[int, ...]:
-    """Sizes of components in a view that counts ``after`` (heads) where there were ``before`` (features).
+    """Returns the sizes of components in a view that counts ``after`` (heads) instead of ``before`` (features).
 
     Raises:
         NeedsWhole: a component is no whole number of them.
@@ -41,7 +41,7 @@ def _in_units(components: tuple[int, ...], before: int, after: int) -> tuple[int
 
 @rule("transpose", in_place=False)
 def transpose(call: OpCall) -> ShardDim:
-    """Two dimensions change places."""
+    """Moves the cut with two dimensions that change places."""
     x, along = call.only()
     first, second = (call.arguments[name] % x.dim() for name in ("dim0", "dim1"))
     return replace(along, dim={first: second, second: first}.get(along.dim, along.dim))
@@ -49,28 +49,31 @@ def transpose(call: OpCall) -> ShardDim:
 
 @rule("t", in_place=False)
 def matrix_transpose(call: OpCall) -> ShardDim:
-    """The two dimensions of a matrix change places; a vector stays."""
+    """Moves the cut with the two dimensions of a matrix; a vector stays unchanged."""
     x, along = call.only()
     return replace(along, dim=1 - along.dim) if x.dim() == 2 else along
 
 
 @rule("permute", in_place=False)
 def permute(call: OpCall) -> ShardDim:
-    """All dimensions get new places."""
+    """Moves the cut with its dimension, when all dimensions get new places."""
     x, along = call.only()
     return replace(along, dim=call.dims(x).index(along.dim))
 
 
 @rule("unsqueeze", in_place=False)
 def unsqueeze(call: OpCall) -> ShardDim:
-    """A dimension of size 1 is put in."""
+    """Moves the cut past a new dimension of size 1."""
     _, along = call.only()
     return replace(along, dim=along.dim + (call.dim(call.outputs[0]) <= along.dim))
 
 
 @rule("squeeze", in_place=False)
 def squeeze(call: OpCall) -> ShardDim:
-    """Dimensions of size 1 go. One that is cut may be of size 1 on a rank, and be gone there."""
+    """Moves the cut past dimensions of size 1 that go.
+
+    A cut dimension may be of size 1 on a rank, and would go there, too.
+    """
     x, along = call.only()
     dims = call.dims(x)
     if along.dim in dims:
@@ -80,14 +83,14 @@ def squeeze(call: OpCall) -> ShardDim:
 
 @rule("expand", in_place=False)
 def expand(call: OpCall) -> ShardDim:
-    """Dimensions come in front, and those of size 1 get larger."""
+    """Moves the cut past new dimensions in front, while those of size 1 get larger."""
     x, along = call.only()
     return replace(along, dim=along.dim + call.outputs[0].dim() - x.dim())
 
 
 @rule("repeat", in_place=False)
 def repeat(call: OpCall) -> ShardDim:
-    """All comes several times, one after the other."""
+    """Keeps the cut of a tensor that is repeated along other dimensions."""
     x, along = call.only()
     repeats: Sequence[int] = call.arguments["repeats"]
     dim = len(repeats) - x.dim() + along.dim
@@ -98,14 +101,14 @@ def repeat(call: OpCall) -> ShardDim:
 
 @rule("view_as_real", in_place=False)
 def view_as_real(call: OpCall) -> ShardDim:
-    """A dimension comes last, of the two parts of a number."""
+    """Keeps the cut, as the new dimension for the two parts of a number comes last."""
     _, along = call.only()
     return along
 
 
 @rule("view_as_complex", in_place=False)
 def view_as_complex(call: OpCall) -> ShardDim:
-    """The last dimension goes, which has the two parts of a number."""
+    """Keeps the cut, unless it is along the last dimension, which holds the two parts of a number and goes."""
     x, along = call.only()
     if along.dim == x.dim() - 1:
         raise NeedsWhole
@@ -114,7 +117,10 @@ def view_as_complex(call: OpCall) -> ShardDim:
 
 @rule("constant_pad_nd", in_place=False)
 def pad(call: OpCall) -> ShardDim:
-    """Places come before and after those of some dimensions, or go; the last dimension is told first."""
+    """Keeps the cut of a tensor that is padded or cropped along other dimensions.
+
+    ``pad`` lists the dimensions from the last one on.
+    """
     x, along = call.only()
     after = 2 * (x.dim() - 1 - along.dim)
     if any(call.arguments["pad"][after : after + 2]):

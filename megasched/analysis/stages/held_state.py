@@ -1,5 +1,4 @@
-"""Parameters and buffers in a run that looks at what a pipeline can cut: whose they are, and what a forward does
-to them."""
+"""Finds out where a model's parameters and buffers live among its layers, and which ones a forward writes to."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ _SAME_AGAIN = frozenset(["clamp_", "clamp_min_", "clamp_max_"])
 
 
 class HeldState:
-    """What a model holds.
+    """Holds the parameters and buffers of a model, with the modules and layers that have them.
 
     Args:
-        tape: of a forward of it.
+        tape: tape of a forward of the model.
         layers: path of a layer -> its index.
 
     Attributes:
@@ -39,27 +38,29 @@ class HeldState:
         self._rewritten = {names.get(id(tape.held[name].tensor), name) for name in tape.rewritten}
 
     def read(self, tensors: Collection[torch.Tensor]) -> Iterator[tuple[str, set[int], set[str]]]:
-        """Of the parameters among tensors, also as their ``.data``: name, layers (none where a module in no layer
-        has it, too), and modules that have it."""
+        """Yields each parameter among tensors, also one read as its ``.data``, with its layers and its modules.
+
+        There are no layers where a module outside of them has the parameter, too.
+        """
         for name in {self.parameter(tensor) for tensor in tensors} - {None}:
             yield name, self._homes[name], self.owners[name]
 
     def parameter(self, tensor: torch.Tensor) -> str | None:
-        """The name of the parameter that has its values where the tensor has them."""
+        """Returns the name of the parameter that shares its storage with the tensor; None without one."""
         return self._parameters.get(storage_of(tensor))
 
     def note_changed(self, func: Any, changed: Collection[torch.Tensor]) -> None:
-        """Of tensors that an operation writes to."""
+        """Notes the parameters and buffers that an operation writes to."""
         if changed and func.__name__.partition(".")[0] not in _SAME_AGAIN:
             self._rewritten |= {self._names[storage_of(t)] for t in changed if storage_of(t) in self._names}
 
     def rewritten(self) -> str:
-        """What is not what it was after a forward, or is no more so for autograd; empty where there is nothing."""
+        """Returns the first name of a tensor that a forward changes, by value or for autograd; empty if none."""
         return min(self._rewritten, default="")
 
 
 def _layers_of(owners: Collection[str], layers: Mapping[str, int]) -> set[int]:
-    """The layers that modules lie in; none where one lies in no layer."""
+    """Returns the layers that modules lie in; none where one of the modules lies in no layer."""
     holding = [[path for path in _with_those_around(owner) if path in layers] for owner in owners]
     return {layers[path] for paths in holding for path in paths} if all(holding) else set()
 

@@ -1,4 +1,4 @@
-"""Where the hidden state stands in a layer's call."""
+"""Defines where the hidden state stands in a layer's arguments and output."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class HiddenStateArg:
-    """Where the hidden state stands in a layer's call and in what it returns.
+    """Says where the hidden state stands in a layer's call and in its output.
 
     Attributes:
         argument: position (int) or name (str) of the hidden state among the layer's arguments.
         output: its index in the returned tuple or list; None when the layer returns the tensor itself.
-        others: what else the layer returns beside the hidden state, tensors left out (None in their place).
-        kind: of what it returns, where that is no tensor; also a named tuple's class.
+        others: the other items of the returned tuple or list, with None in place of tensors.
+        kind: class of the returned tuple or list, also a named tuple's.
     """
 
     argument: int | str
@@ -25,7 +25,7 @@ class HiddenStateArg:
     kind: type[tuple[Any, ...]] | type[list[Any]] = tuple
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The hidden state among a layer's arguments."""
+        """Returns the hidden state among a layer's arguments."""
         if isinstance(self.argument, int) and self.argument < len(args):
             return args[self.argument]
         return kwargs[self.argument] if isinstance(self.argument, str) else kwargs["hidden_states"]
@@ -33,18 +33,18 @@ class HiddenStateArg:
     def put(
         self, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with another hidden state."""
+        """Returns a layer's arguments with another hidden state."""
         if isinstance(self.argument, int) and self.argument < len(args):
             return (*args[: self.argument], hidden, *args[self.argument + 1 :]), kwargs
         name = self.argument if isinstance(self.argument, str) else "hidden_states"
         return args, {**kwargs, name: hidden}
 
     def result(self, output: Any) -> torch.Tensor:
-        """The hidden state in what a layer returned."""
+        """Returns the hidden state in a layer's output."""
         return output if self.output is None else output[self.output]
 
     def wrap(self, hidden: torch.Tensor) -> Any:
-        """A hidden state in the structure that the layer returns."""
+        """Returns a hidden state in the structure that the layer returns."""
         if self.output is None:
             return hidden
         found = list(self.others)
@@ -52,7 +52,7 @@ class HiddenStateArg:
         return _made(self.kind, found)
 
     def rewrap(self, output: Any, hidden: torch.Tensor) -> Any:
-        """What a layer returned, with another hidden state."""
+        """Returns a layer's output with another hidden state."""
         if self.output is None:
             return hidden
         kept = list(output)

@@ -1,7 +1,7 @@
-"""What HF's own forward hooks record of modules inside of layers: the router's logits, for an auxiliary loss.
+"""Finds the tensors that HF's forward hooks record inside of layers, such as router logits for an auxiliary loss.
 
-HF puts such hooks on the modules that a class names (``_can_record_outputs``) once a run asks for what they return
-(``output_router_logits``). The module around the layers then returns it, in the order of the layers.
+HF registers these hooks on the modules that a class names (``_can_record_outputs``), once a run asks for their
+outputs (``output_router_logits``). The module around the layers then returns these, in the order of the layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def find_recorded(
     inside: Callable[[str], bool],
     around: Callable[[str], bool],
 ) -> tuple[OutputRef, ...]:
-    """Where the tensors stand that were recorded in one run, in the order of their making.
+    """Returns the places of the tensors that hooks recorded in one run, in the order in which they were made.
 
     Args:
-        model: what ran; HF's hooks are on it now.
+        model: the model that ran; HF's hooks are on it now.
         calls: path and output of every module call.
-        inside: whether the module at a path lies in a layer, and is none.
-        around: whether the layers lie in the module at a path.
+        inside: whether the module at a path lies in a layer, and is not a layer itself.
+        around: whether the module at a path holds the layers.
     """
     calls = list(calls)
     collected = {id(tensor) for path, output in calls if around(path) for tensor in tensors_in(output)}
@@ -49,10 +49,10 @@ def find_recorded(
 def change_leaves(
     path: str, output: Any, changes: Mapping[LeafPath, Callable[[torch.Tensor], torch.Tensor]]
 ) -> Any:
-    """What the module at ``path`` returned, with each of these leaves changed.
+    """Returns the output of the module at ``path`` with some of its leaves changed.
 
     Raises:
-        MegaschedError: one of them is not there.
+        MegaschedError: the output has no such leaf.
     """
     missing = set(changes)
 

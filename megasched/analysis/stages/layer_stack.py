@@ -1,4 +1,4 @@
-"""How a definition runs: its layers, what comes before and after them, and what later layers read."""
+"""Defines the layer stack of a definition: its layers, the modules around them, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _UNKNOWN = Shape((), torch.float32)  # until it is learnt
 
 @dataclass
 class LayerStack:
-    """How a definition runs.
+    """Describes how a definition runs.
 
     Attributes:
         layers: path of the ``ModuleList`` whose children are the layers.
         slot: where the hidden state stands in each layer's call.
-        before: path -> what it returns, of each module with parameters of its own that runs before the layers:
-            a ``Shape``, or a structure that has one in each tensor's place.
-        between: path -> (layers before or in which it runs, what it returns) of each such module that runs between
-            or inside of layers.
+        before: path -> output of each module with parameters of its own that runs before the layers: a ``Shape``,
+            or a structure with a ``Shape`` in each tensor's place.
+        between: path -> (layers before or in which it runs, its output) of each such module that runs between or
+            inside of layers.
         after: paths of such modules that run after the layers, in call order.
         repeated: whether layers are called more than once (ALBERT's are shared; some models run theirs in loops),
             or in another order than they have in their list.
         calls: path of a module -> how often a forward calls it, where that is more than once; empty unless
             ``repeated``.
         trial: example arguments of the forward, on meta, labels included.
-        calls_loss: whether the forward computes its loss by ``loss_function``, of which a run has its own; one
-            that does it by itself gets no labels, and its logits are taken.
-        loss: whether a run's loss is that which its own code computes; it gets labels then.
+        calls_loss: whether the forward computes its loss by ``loss_function``, which a run replaces. A forward
+            that does not gets no labels, and the run takes its logits.
+        loss: whether a run's loss is the one that the definition's own code computes; it gets labels then.
         hidden: the shape of the hidden state; mostly [b, s, h].
         called: indices of the layers that a call with token ids runs; empty where it runs all in their order.
-        sides: what layers read of earlier ones beside the hidden state.
-        recorded: what HF's hooks record inside of layers.
-        bare: modules outside of the layers whose parameters the code of others reads.
-        changed_buffers: buffers that a forward writes to, and that are other ones after it.
-        changed_parameters: parameters that a forward writes to -> whether the inputs say what.
-        by_chance: whether the code around the layers asks for a number that it draws, to skip some of them.
+        sides: tensors of earlier layers that layers read beside the hidden state.
+        recorded: places of the tensors that HF's hooks record inside of layers.
+        bare: modules outside of the layers whose parameters are read by the code of other modules.
+        changed_buffers: buffers that a forward writes to or replaces.
+        changed_parameters: parameters that a forward writes to -> whether the new values depend on the inputs.
+        by_chance: whether the code around the layers asks for a random number, to skip some of them.
         uncuttable: why there can be no pipeline stages; empty where there can.
-        asked: questions about values that code around the layers asks, and that later stages can't answer.
-        tape: of a forward with ``trial_inputs``, until ``take_tape``; None where there is none.
+        asked: questions about values in code around the layers that later stages can't answer.
+        tape: tape of a forward with ``trial_inputs``, until ``take_tape``; None where there is none.
         code_facts: which lines of the code a trial has run; None where that is not known.
     """
 
@@ -83,16 +83,16 @@ class LayerStack:
 
     @property
     def loss_labels(self) -> LossLabels | None:
-        """The labels that the definition's own code takes, where that computes the loss; None where a run does."""
+        """Returns the labels that the definition's own loss code takes; None where a run computes the loss."""
         return self.loss.labels
 
     @property
     def takes_labels(self) -> bool:
-        """Whether the forward gets labels, and returns the loss."""
+        """Returns whether the forward gets labels, and returns the loss."""
         return self.calls_loss or self.loss_labels is not None
 
     def trial_inputs(self) -> dict[str, torch.Tensor]:
-        """What a trial call gets, on meta: what a batch has, and labels where the forward has a use for them."""
+        """Returns the arguments of a trial call on meta, with labels where the forward uses them."""
         inputs = {name: tensor.clone() for name, tensor in self.trial.items()}
         if not self.takes_labels:
             del inputs["labels"]
@@ -101,11 +101,11 @@ class LayerStack:
         return inputs
 
     def inputs_for(self, model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
-        """The same for a batch of other sizes."""
+        """Returns the arguments of a trial call for a batch of other sizes."""
         return inputs_of(model, batch, length, self.loss_labels, calls_loss=self.calls_loss)
 
     def boundaries(self, model: nn.Module) -> Boundaries:
-        """Where tensors are other ones on a tape of this model."""
+        """Returns the places at which a tape of this model replaces tensors by aliases."""
         around = frozenset(path for path, _ in model.named_modules() if path and self.holds_layers(path))
         layers, last = frozenset(self.layer_paths()), self.layer_path(self.last)
         return Boundaries(layers, f"{self.layers}.", last, self.slot, around)
@@ -113,12 +113,12 @@ class LayerStack:
     def record(
         self, probe: nn.Module, inputs: Mapping[str, Any], answers: Mapping[Site, int] | None = None
     ) -> Tape:
-        """The tape of a forward that tells layers apart.
+        """Returns the tape of a forward with aliases at the boundaries of its layers.
 
         Args:
             probe: a ``meta_copy`` of the definition.
             inputs: arguments of its forward, as ``trial_inputs`` or ``inputs_for`` make them.
-            answers: to questions about values.
+            answers: answers to questions about values.
 
         Raises:
             ScheduleError: it does not run on meta.
@@ -128,7 +128,7 @@ class LayerStack:
         )
 
     def take_tape(self) -> Tape | None:
-        """The tape that the layers were found with, which is the caller's from now on."""
+        """Hands over the tape with which the layers were found, and drops it here."""
         tape, self.tape = self.tape, None
         return tape
 
@@ -140,40 +140,40 @@ class LayerStack:
 
     @property
     def first(self) -> int:
-        """Index of the first layer that runs."""
+        """Returns the index of the first layer that runs."""
         return self.called[0] if self.called else 0
 
     @property
     def last(self) -> int:
-        """Index of the last layer that runs."""
+        """Returns the index of the last layer that runs."""
         return self.called[-1] if self.called else self.count - 1
 
     def last_before(self, boundary: int) -> int | None:
-        """Index of the last layer that runs before a cut in front of the layer ``boundary``; None without any."""
+        """Returns the index of the last layer that runs before a cut in front of layer ``boundary``, or None."""
         return max((i for i in self.called or range(self.count) if i < boundary), default=None)
 
     @property
     def token_ids(self) -> StageInput | None:
-        """The token ids, where layers read them, or what is made of them without parameters."""
+        """Returns the token ids if layers read them, or tensors made of them without parameters; else None."""
         return next((side for side in self.sides if not side.places[0].path), None)
 
     def stage_inputs_at(self, boundary: int) -> tuple[StageInput, ...]:
-        """What has to cross a cut before the layer ``boundary``, beside the hidden state."""
+        """Returns the tensors that have to cross a cut before the layer ``boundary``, beside the hidden state."""
         hidden = self.stage_inputs_in_hidden(boundary)
         return tuple(side for side in self.sides if side.crosses(boundary) and side not in hidden)
 
     def stage_inputs_in_hidden(self, boundary: int) -> tuple[StageInput, ...]:
-        """Sides that are the hidden state there: they are read again further on."""
+        """Returns the sides that are themselves the hidden state at a cut, and are read again further on."""
         layer = self.last_before(boundary)
         hidden = None if layer is None else OutputRef(self.layer_path(layer), self.slot.output)
         return tuple(side for side in self.sides if hidden in side.places)
 
     def holds_layers(self, path: str) -> bool:
-        """Whether the module at ``path`` is around the layers."""
+        """Returns whether the module at ``path`` is around the layers."""
         return not path or self.layers.startswith(f"{path}.") or path == self.layers
 
     def index_of(self, path: str) -> int | None:
-        """Index of the layer that the module at ``path`` is or lies in; None outside the layers."""
+        """Returns the index of the layer that the module at ``path`` is or lies in; None outside the layers."""
         if not path.startswith(self.layers + "."):
             return None
         return int(path[len(self.layers) + 1 :].partition(".")[0])

@@ -1,4 +1,4 @@
-"""What each tensor of a tape is made of, and what was written to its values later."""
+"""Tracks the items that each tensor of a tape is made of, with later writes to its storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megasched.analysis.recording.operators import fills_storage, storage_of
 
 
 class MadeOf[Item: Hashable]:
-    """Sets of items, by tensors; a tensor that nobody has told of is made of nothing."""
+    """Maps tensors to sets of items; a tensor without an entry is made of nothing."""
 
     def __init__(self) -> None:
         self._items: dict[int, frozenset[Item]] = {}
@@ -18,34 +18,36 @@ class MadeOf[Item: Hashable]:
         self._told: list[torch.Tensor] | None = []  # until ``renew``
 
     def of(self, tensor: torch.Tensor) -> frozenset[Item]:
-        """What a tensor is made of, with what was written to its values."""
+        """Returns the items that a tensor is made of, with those that were written to its storage."""
         items = self._items.get(id(tensor), frozenset())
         return items | self._written.get(storage_of(tensor), frozenset()) if self._written else items
 
     def tell(self, tensor: torch.Tensor, items: frozenset[Item]) -> None:
-        """It is made of these."""
+        """Sets the items that a tensor is made of."""
         self._items[id(tensor)] = items
         if self._told is not None:
             self._told.append(tensor)
 
     def pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
-        """A tensor goes on as another one of the same values."""
+        """Copies a tensor's items to another tensor of the same values."""
         self.tell(alias, self._items.get(id(source), frozenset()))
 
     def write(self, storage: int, items: frozenset[Item]) -> None:
-        """All tensors that have their values there are made of these, too."""
+        """Adds items to all tensors with this storage."""
         if items:
             self._written[storage] = self._written.get(storage, frozenset()) | items
 
     def tell_whole(self, tensor: torch.Tensor, items: frozenset[Item]) -> None:
-        """It is made of these; what was written to it does not count any more, if it fills its storage."""
+        """Sets a tensor's items, and drops earlier writes to its storage if it fills that."""
         self.tell(tensor, items)
         if fills_storage(tensor):
             self._written.pop(storage_of(tensor), None)
 
     def renew(self, tensor: torch.Tensor, items: frozenset[Item]) -> None:
-        """It stands for one with a storage of its own, made of these: what was written to its values before counts
-        for the tensors that there were, and not for it. Can be done once."""
+        """Sets the items of a tensor that stands for one with a storage of its own.
+
+        Earlier writes to its storage count for the older tensors there, and not for it. It can be called once.
+        """
         storage = storage_of(tensor)
         if (written := self._written.pop(storage, None)) is not None:
             for told in self._told or ():

@@ -1,4 +1,4 @@
-"""Where tensors stand that go from layer to layer."""
+"""Defines the places of tensors that go from layer to layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEFORE = -1  # where modules run that the model calls before its layers
 
 @dataclass(frozen=True)
 class OutputRef:
-    """Where a tensor stands once a module has run.
+    """Says where a tensor stands once a module has run.
 
     Attributes:
         path: the module; "" for the model's own input.
@@ -28,12 +28,12 @@ class OutputRef:
     key: Any = None
 
     def tensor(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
-        """The tensor, after the module ran with these arguments and returned ``output``."""
+        """Returns the tensor, after the module ran with these arguments and returned ``output``."""
         value = output if self.argument is None else self._mapping(args, kwargs)[self.key]
         return value if self.index is None else value[self.index]
 
     def put(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """What the module returns with the tensor in its place, or ``output`` where it is in a mapping."""
+        """Returns the module's output with the tensor in it; writes into the mapping instead if that has it."""
         if self.argument is None:
             return self._in(output, tensor)
         mapping = self._mapping(args, kwargs)
@@ -53,7 +53,7 @@ class OutputRef:
 
 @dataclass
 class TensorUse:
-    """A tensor with a place, as one run saw it."""
+    """Holds a tensor with its places, and the layers that made and read it in one run."""
 
     tensor: torch.Tensor
     made: int
@@ -63,12 +63,13 @@ class TensorUse:
 
 @dataclass(frozen=True)
 class StageInput:
-    """A tensor that is read past the layer after the one that made it.
+    """Describes a tensor that is read past the layer after the one that made it.
 
     Attributes:
-        made: the layer that made it, or the one before which a module outside of the layers did; ``BEFORE``.
-        read: the last layer that reads it; the number of layers for what comes after them.
-        places: where it stands, the module that made it first. A layer that hands it on has a place, too.
+        made: the layer that made it, or the one before which a module outside of the layers did; ``BEFORE`` for
+            modules before all layers.
+        read: the last layer that reads it; the number of layers for code after them.
+        places: where it stands, first in the output of the module that made it, then in layers that hand it on.
     """
 
     made: int
@@ -76,5 +77,5 @@ class StageInput:
     places: tuple[OutputRef, ...] = ()
 
     def crosses(self, boundary: int) -> bool:
-        """Whether a cut before the layer ``boundary`` has it made on one side and read on the other."""
+        """Returns whether a cut before the layer ``boundary`` has it made on one side and read on the other."""
         return self.made < boundary <= self.read

@@ -1,4 +1,4 @@
-"""Shapes that follow the batch and the sequence, learnt from two calls with different sizes of both."""
+"""Learns shapes that follow the batch and the sequence, from two calls with different sizes of both."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ SIZES = ((2, 5), (3, 7))
 
 
 class FollowsNeither(Exception):
-    """A dimension that changed, and not as the batch or the sequence did."""
+    """Reports a dimension that changed, but not as the batch or the sequence did."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of an output as it follows the batch ``b`` and sequence ``s``.
+    """Describes the shape of an output as it follows the batch ``b`` and the sequence ``s``.
 
     Attributes:
-        dims: of each dimension its size, or ``b``, ``s``, ``b*s``, or ``a*s+c`` with numbers for ``a`` and ``c``.
-        dtype: in a run in float32.
-        fixed: floats of this dtype stay so in a run in another one.
+        dims: for each dimension its size, or ``b``, ``s``, ``b*s``, or ``a*s+c`` with numbers for ``a`` and ``c``.
+        dtype: dtype in a run in float32.
+        fixed: whether floats keep this dtype in a run in another one.
     """
 
     dims: tuple[int | str, ...]
@@ -29,7 +29,7 @@ class Shape:
     fixed: bool = False
 
     def sizes(self, batch: int, length: int) -> tuple[int, ...]:
-        """The shape for a batch of ``batch`` sequences of ``length`` tokens."""
+        """Returns the shape for a batch of ``batch`` sequences of ``length`` tokens."""
         words = {"b": batch, "s": length, "b*s": batch * length}
 
         def size(dim: int | str) -> int:
@@ -43,18 +43,18 @@ class Shape:
         return tuple(map(size, self.dims))
 
     def run_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Its dtype in a run whose parameters have ``dtype``."""
+        """Returns the output's dtype in a run whose parameters have ``dtype``."""
         return self.dtype if self.fixed or not self.dtype.is_floating_point else dtype
 
 
 def shape_of(first: torch.Tensor, second: torch.Tensor, *, second_dtype: torch.dtype = torch.float32) -> Shape:
-    """The shape of one tensor seen in two calls, of the two sizes.
+    """Returns the shape of one tensor seen in two calls, whose batches have the two sizes of ``SIZES``.
 
     Args:
         second_dtype: dtype of the parameters in the second call; in the first one they were float32.
 
     Raises:
-        FollowsNeither: with the two sizes of the dimension.
+        FollowsNeither: a dimension follows neither; holds its two sizes.
     """
     dims = tuple(_dim(*sizes) for sizes in zip(first.shape, second.shape, strict=True))
     fixed = first.dtype.is_floating_point and second.dtype == first.dtype and second_dtype != first.dtype

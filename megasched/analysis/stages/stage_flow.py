@@ -1,11 +1,11 @@
-"""What layers read of earlier ones beside the hidden state, found by following tensors through a tape.
+"""Finds the tensors that layers read of earlier ones beside the hidden state, by following a tape.
 
-A *side* is a tensor that some module returns, or writes into a mapping that it is handed, and that is read past
-the next layer: shared keys and values, indices, embeddings that later layers come back to. A pipeline has
-to carry it along the hidden state. What the model's own code makes of sides between its modules is made again on
-every stage, and so is what depends on no parameter.
+A *side* is a tensor that a module returns, or writes into a mapping among its arguments, and that is read past the
+next layer: shared keys and values, indices, embeddings that later layers use again. A pipeline has to send it
+along with the hidden state. Tensors that the model's own code makes of sides between its modules are computed
+again on every stage, and so are those that depend on no parameter.
 
-What HF's hooks record inside of a layer (``hooked_outputs.py``) is a side, too, if something after the layers
+A tensor that HF's hooks record inside of a layer (``hooked_outputs.py``) is a side, too, if code after the layers
 reads it.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Inner:
-    """Stands for what is made inside a layer, or of parameters of the model's own, and has no place yet."""
+    """Stands for a tensor made inside a layer, or of the model's own parameters, that has no place yet."""
 
     layer: int | None
     name: str
@@ -46,24 +46,25 @@ _NOTHING: _Items = frozenset()
 
 
 class StageFlow(TapeReader):
-    """Knows of each tensor of a tape what it is made of.
+    """Follows which sides and parameters each tensor of a tape is made of.
 
     Args:
-        tape: of a forward.
+        tape: tape of a forward.
         layers: paths of the layers, in the order in which they run.
         outside: paths of modules with parameters of their own that are in no layer.
         slot: where the hidden state stands in a layer's call.
-        recorded: what HF's hooks record inside of layers.
+        recorded: places of the tensors that HF's hooks record inside of layers.
         first_stage_only: the argument of the forward that later stages do not have.
 
     Attributes:
         found: every tensor with a place, in the order of their making; the first are the token ids.
-        bare: module -> where others read its parameters: the number of layers for what comes after them, None for
+        bare: module -> where other modules read its parameters: the number of layers for code after them, None for
             the model's own code before.
-        changed_buffers: those that a forward writes to: they are other ones after it.
-        changed_parameters: those that it writes to, under whatever name -> whether the inputs say what.
+        changed_buffers: buffers that a forward writes to or replaces.
+        changed_parameters: parameters that it writes to, under any name -> whether the inputs decide the values.
         refused: why the model can't be cut into stages; empty where it can.
-        asked: questions about values that code asks around the layers, of what most stages do not have.
+        by_chance: whether code around the layers uses random numbers that each stage would draw anew.
+        asked: questions in code around the layers, about values that most stages do not have.
     """
 
     def __init__(
@@ -142,16 +143,16 @@ class StageFlow(TapeReader):
 
     @property
     def ran(self) -> int:
-        """How many layers ran."""
+        """Returns how many layers ran."""
         return self._done
 
     @property
     def _next(self) -> int:
-        """Index of the layer that runs next, or runs; the number of layers for what comes after them."""
+        """Returns the index of the layer that runs or runs next; the number of layers after the last one."""
         return self._indices[self._done] if self._done < len(self._indices) else self._indices[-1] + 1
 
     def _place(self) -> int | None:
-        """The layer that reads what is read now; None for the model's own code, which runs on every stage."""
+        """Returns the layer that reads tensors now; None for the model's own code, which runs on every stage."""
         if self._done == len(self._indices):
             return self._next
         if not self._running:
@@ -160,7 +161,7 @@ class StageFlow(TapeReader):
         return self._next if inside or self._done else BEFORE
 
     def question(self, question: Question) -> None:
-        """Of what modules gave, or of the arguments, code that every stage runs asks in vain on most."""
+        """Notes a question of code that every stage runs, about data that most stages do not have."""
         of_data = any(self._made_of.of(tensor) for tensor in question.tensors)
         if question.site is not None and of_data and self._place() in (None, BEFORE):
             self.asked.add(question.site)
@@ -200,7 +201,7 @@ class StageFlow(TapeReader):
                 self._made_of.tell(tensor, items)
 
     def _note_bare(self, names: list[str], place: int | None) -> None:
-        """Parameters that the code of another module reads than their own."""
+        """Notes parameters that are read by the code of another module than their own."""
         running = {path for path, _ in self._running}
         for name in names:
             if not running & (self._held.owners[name] | self._order.keys()):
@@ -211,7 +212,10 @@ class StageFlow(TapeReader):
                     self.bare.setdefault(owner, set()).add(place)
 
     def _note_homes(self, read: list[torch.Tensor], place: int | None) -> None:
-        """Parameters of a layer are on its stage alone; who calls their modules tells where others are."""
+        """Refuses reads of a layer's parameters from other stages, and of parameters in no layer from a layer.
+
+        A layer may read the latter by calling their modules.
+        """
         inside = bool(self._running) and self._running[0][0] in self._order
         for name, layers, owners in self._held.read(read):
             if layers and place not in layers:
@@ -221,7 +225,7 @@ class StageFlow(TapeReader):
                 self._refuse(f"layer {place} reads {name}, which is in no layer")
 
     def _note_draws(self) -> None:
-        """Of Python's numbers that code around the layers drew since a module ended."""
+        """Refuses code around the layers that drew Python's random numbers since a module ended."""
         if self._drew:
             self.by_chance = True
             self._refuse(
@@ -231,8 +235,7 @@ class StageFlow(TapeReader):
     def _note_state(
         self, read: list[torch.Tensor], changed: list[torch.Tensor], place: int | None, by_inputs: bool
     ) -> None:
-        """Tensors that were there before this forward, and are after it: what a layer writes to one is on its
-        stage alone."""
+        """Follows writes to tensors that outlive a forward: a layer's writes are on its own stage alone."""
         for base in map(base_of, read):
             layer = self._state.get(id(base))
             if layer is not None and layer != place:
@@ -249,8 +252,7 @@ class StageFlow(TapeReader):
                 self._state[id(base)] = place
 
     def _as_read(self, item: int | _Inner) -> int | _Inner:
-        """What was recorded inside of a layer is there for what comes after the layers; until then it is that
-        layer's own, as all that is made of it."""
+        """Returns an item as code reads it: recorded tensors belong to their layer until the layers have ended."""
         if isinstance(item, _Inner) or self._done == len(self._indices):
             return item
         found = self.found[item]
@@ -275,7 +277,7 @@ class StageFlow(TapeReader):
 
     @property
     def _end(self) -> int:
-        """Stands for what runs after the layers."""
+        """Returns the index that stands for code after the layers."""
         return self._indices[-1] + 1
 
     def _refuse(self, why: str) -> None:
@@ -306,7 +308,7 @@ class StageFlow(TapeReader):
             self._entries = {place: _ids(entry) for place, entry in entries_of(call.args, call.kwargs)}
 
     def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
-        """A tensor goes on as another one."""
+        """Copies all that is known of a tensor to its alias."""
         self._made.add(id(alias))
         self._made_of.pass_on(source, alias)
         if (number := self._numbers.get(id(source))) is not None:
@@ -351,7 +353,7 @@ class StageFlow(TapeReader):
     def _mark(
         self, value: Any, made: int, handed: Collection[int], place: Callable[[int | None], OutputRef]
     ) -> None:
-        """Gives a place to a tensor, or to those of a tuple; what a module was handed it need not make."""
+        """Gives a place to each tensor in a value, but not to one that a module only passes on."""
         for index, tensor in leaves_of(value):
             number = self._numbers.get(id(tensor))
             if number is None and id(tensor) in handed:
@@ -366,11 +368,11 @@ class StageFlow(TapeReader):
     # results ----------------------------------------------------------------------------------------
 
     def stage_inputs(self) -> list[TensorUse]:
-        """What a pipeline may have to carry beside the hidden state."""
+        """Returns the tensors that a pipeline may have to carry beside the hidden state."""
         return [found for found in self.found if found.read > self._until(found)]
 
     def _join_entries(self) -> None:
-        """The tensors of one entry of a mapping go together."""
+        """Extends the reads of each tensor in an entry of a mapping to those of the whole entry."""
         last: dict[tuple[Any, ...], int] = defaultdict(lambda: BEFORE)
         entries = [(found, found.places[0]) for found in self.found if found.places[0].argument is not None]
         for found, place in entries:
@@ -380,7 +382,7 @@ class StageFlow(TapeReader):
             found.read = last[place.path, place.argument, place.key]
 
     def _until(self, found: TensorUse) -> int:
-        """The last layer that gets the tensor without a side."""
+        """Returns the last layer that gets the tensor without a side."""
         if found.places[0] == self._hidden_of(found.made):
             later = [index for index in self._indices if index > found.made]
             return later[0] if later else self._end
@@ -392,5 +394,5 @@ class StageFlow(TapeReader):
 
 
 def _ids(entry: Any) -> list[int]:
-    """Equal for entries of the same tensors."""
+    """Returns the ids of an entry's tensors, equal for entries of the same tensors."""
     return [id(tensor) for _, tensor in leaves_of(entry)]

@@ -1,4 +1,4 @@
-"""Arguments of trial forwards."""
+"""Makes the arguments of trial forwards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from megasched.definition.objectives import objective_of
 
 
 def trial_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A batch of a trial, with labels."""
+    """Returns the batch of a trial, with labels."""
     return objective_of(model).trial(getattr(model, "config", None), *SIZES[0])
 
 
 def inputs_of(
     model: nn.Module, batch: int, length: int, labels: LossLabels | None = None, *, calls_loss: bool = False
 ) -> dict[str, torch.Tensor]:
-    """A batch, with such labels as the definition's own code takes; and as they are for ``calls_loss``."""
+    """Returns a batch with labels in the form that the definition's own code takes, or without any.
+
+    For ``calls_loss`` the labels stay unchanged.
+    """
     inputs = objective_of(model).trial(getattr(model, "config", None), batch, length)
     if calls_loss:
         return inputs
@@ -33,7 +36,6 @@ def inputs_of(
 
 @contextmanager
 def loss_given(model: Any, *, calls_loss: bool) -> Iterator[None]:
-    """In which ``loss_function`` gives any number, where a run has another one for it: what is done around it is
-    looked at."""
+    """Runs its body with a stand-in for ``loss_function`` where a run replaces it, to look at the code around."""
     with loss_function_of(model, sum_of_logits) if calls_loss else nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""What code that runs in the backward pass alone (``recording/backward_code.py``) does to labels."""
+"""Decides what code that runs in the backward pass alone (``recording/backward_code.py``) means for labels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE,
 
 
 class BackwardLabels(LabelRun):
-    """A run that is told of such code."""
+    """Extends a labelled run by functions with their own backward and by hooks."""
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """A function with a backward of its own: its gradients may lie as its outputs do, or not."""
+        """Asks to gather the columns of a function's outputs if its own backward can't work on shards.
+
+        For split or regional tensors it asks for the whole sequence, or reports a problem.
+        """
         labels = [self.label(tensor) for tensor in tensors_in(output)]
         types = {label.type for label in labels} - {INVARIANT}
         if self.silent or not types:
@@ -39,7 +42,7 @@ class BackwardLabels(LabelRun):
             )
 
     def packs(self, change: int) -> None:
-        """Code enters, or leaves, hooks of its own on the tensors that are saved for the backward pass."""
+        """Counts how many of the definition's own hooks on tensors saved for the backward pass are active."""
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
@@ -52,7 +55,7 @@ class BackwardLabels(LabelRun):
         self.hooked(tensor)
 
     def hooked(self, tensor: torch.Tensor) -> None:
-        """A hook sees the gradient of a tensor, which must be whole on each rank then."""
+        """Asks to gather the columns of a tensor whose gradient a hook sees, as it must be whole on each rank."""
         label = self.label(tensor)
         self.derived.gather |= label.columns
         self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet

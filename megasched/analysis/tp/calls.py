@@ -1,4 +1,4 @@
-"""What calls of modules do to labels, on top of what operations do (``operations.py``)."""
+"""Applies calls of modules to labels, on top of what operations do (``operations.py``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SPLIT = TpSpec(SEQUENCE_SHARD, active=True, fed=True, along=ShardDim(1))
 
 
 class Labelling(BackwardLabels):
-    """What calls of modules, of the attention function and of the loss function do to labels.
+    """Applies calls of modules, of the attention function and of the loss function to labels.
 
     Args:
-        loss_takes_shards: the loss function takes logits that are cut over the vocabulary.
+        loss_takes_shards: whether the loss function takes logits that are cut over the vocabulary.
     """
 
     def __init__(self, *given: Any, loss_takes_shards: bool = False, **more: Any) -> None:
@@ -35,7 +35,7 @@ class Labelling(BackwardLabels):
             self._set(tensor, TpSpec(fed=True, active=tensor.is_floating_point()))
 
     def read(self) -> None:
-        """Reads the tape."""
+        """Reads the tape, and gathers the model's output unless the loss takes shards."""
         self.tape.read(self)
         if not self.loss_takes_shards:
             for tensor in tensors_in(self.tape.output):
@@ -88,7 +88,7 @@ class Labelling(BackwardLabels):
             self._set(self.structure.slot.result(call.returned), TpSpec(active=True, fed=True))
 
     def _outside_of(self, call: Call) -> dict[int, TpSpec]:
-        """Labels of what leaves a module with another one than it has in it, by the ids of what that returns."""
+        """Returns a module's output labels outside of it, where they differ from inside, by the tensors' ids."""
         if call.path in self.regions:
             return self._leave_region(call)
         if call.path in self.wanted_regions:
@@ -98,7 +98,7 @@ class Labelling(BackwardLabels):
         return {}
 
     def _note_sides(self, call: Call) -> None:
-        """How what later layers read beside the hidden state is cut."""
+        """Notes how tensors are cut that later layers read beside the hidden state."""
         for side in self.structure.sides if self.structure else ():
             place = side.places[0]
             if place.path == call.path and call.path:
@@ -107,8 +107,11 @@ class Labelling(BackwardLabels):
                     self.derived.sides[place] = label.along.dim if label.along else None
 
     def _enter_layer(self, call: Call) -> None:
-        """Under sequence parallelism the hidden state is split when it enters the first layer, and what else was
-        made of the whole sequence before the layers when it enters any."""
+        """Splits activations along the sequence as they enter the layers, under sequence parallelism.
+
+        The hidden state is split at the first layer. Other tensors made of the whole sequence before the layers
+        are split at each layer that they enter.
+        """
         if call.path not in self.layers or self.structure is None:
             return
         hidden = self.structure.slot.get(call.args, call.kwargs)
@@ -123,14 +126,14 @@ class Labelling(BackwardLabels):
             self._set(hidden, _SPLIT)
 
     def _of_sequence(self, value: Any, hidden: torch.Tensor) -> bool:
-        """Whether this is an activation [b, s, ...] that every TP rank has whole."""
+        """Returns whether this is an activation [b, s, ...] that every TP rank has whole."""
         if not isinstance(value, torch.Tensor) or value.shape[:2] != hidden.shape[:2]:
             return False
         label = self.label(value)
         return value.is_floating_point() and label.active and label.type == INVARIANT
 
     def _enter_region(self, call: Call) -> None:
-        """What a region takes over: the arguments that carry a gradient."""
+        """Notes which arguments with a gradient could enter TP at a module, and labels them so in a region."""
         path, found = call.path, _arguments(call)
         active = {
             slot: value
@@ -157,7 +160,7 @@ class Labelling(BackwardLabels):
             self._set(active[slot], TpSpec(REPLICATE, active=True, fed=True))
 
     def _take_parts(self, call: Call) -> None:
-        """Constants that the module is handed: some are cut, which of the others should be is to be seen."""
+        """Cuts the constants among a module's arguments that are known to be cut, and offers the others."""
         for slot, value in _arguments(call).items():
             argument = ArgRef(call.path, slot)
             part = self.parts.known.get(argument)
@@ -172,12 +175,12 @@ class Labelling(BackwardLabels):
                 self.derived.parts[argument] = part
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the same on all TP ranks, and carries no gradient."""
+        """Returns whether a tensor is equal on all TP ranks, and carries no gradient."""
         label = self.label(tensor)
         return label.type == INVARIANT and not label.active and not label.params
 
     def _leave_region(self, call: Call) -> dict[int, TpSpec]:
-        """Whole tensors leave a region as ``_outside`` says."""
+        """Returns the labels that ``_outside`` gives to whole tensors that leave a region, by the tensors' ids."""
         leaving: dict[int, TpSpec] = {}
         if not self.slots.get(call.path):
             return leaving
@@ -188,7 +191,10 @@ class Labelling(BackwardLabels):
         return leaving
 
     def _leave_layers(self, call: Call) -> dict[int, TpSpec]:
-        """What HF's hooks recorded inside of regions is whole once the module around the layers returns it."""
+        """Returns labels for tensors that HF's hooks recorded inside of regions, by the tensors' ids.
+
+        They are whole once the module around the layers returns them.
+        """
         leaves, _ = torch.utils._pytree.tree_flatten_with_path(call.output)
         inside = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)}
         if inside:
@@ -196,18 +202,20 @@ class Labelling(BackwardLabels):
         return {id(leaf): TpSpec(active=True, fed=True) for leaf in inside.values()}
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is whole, of a region, and carries a gradient."""
+        """Returns whether a tensor is whole inside of a region, and carries a gradient."""
         return self.label(tensor).type == REPLICATE and tensor.is_floating_point()
 
     def _along_sequence(self, leaf: torch.Tensor) -> ShardDim | None:
-        """How [b, s, ...] and flattened [b*s, ...] are cut along the sequence; None for another shape."""
+        """Returns how [b, s, ...] or flattened [b*s, ...] is cut along the sequence; None for another shape."""
         if leaf.shape[:2] == self.tokens:
             return ShardDim(1)
         return ShardDim(0, outer=self.tokens[0]) if leaf.shape[:1] == (self.tokens.numel(),) else None
 
     def _as_if_region(self, output: Any) -> None:
-        """What comes of a module that will be a region in the next run, so that nothing after it asks for one: a
-        run for each layer would be quadratic."""
+        """Labels a module's output as that of a region, which it will be in the next run.
+
+        So no module after it asks for a region in this run: one run for each layer would be quadratic.
+        """
         for tensor in tensors_in(output):
             label = self.label(tensor)
             if label.type == SEQUENCE_SHARD and label.along is None and tensor.dim() > 1:
@@ -216,7 +224,10 @@ class Labelling(BackwardLabels):
                 self._set(tensor, self._outside(tensor))
 
     def _outside(self, inside: torch.Tensor) -> TpSpec:
-        """Of a whole tensor that leaves a region: split as before it, or whole with a gradient that is, too."""
+        """Returns the label of a whole tensor that leaves a region.
+
+        It is split along the sequence as before the region, or else whole, with a whole gradient.
+        """
         along = self._along_sequence(inside) if self.sequence_parallel else None
         return TpSpec(INVARIANT if along is None else SEQUENCE_SHARD, active=True, fed=True, along=along)
 
@@ -287,7 +298,7 @@ class Labelling(BackwardLabels):
         )
 
     def enter_attention(self, call: RecordedAttention) -> None:
-        """Attention is heads apart: it takes q, k and v [b, heads, s, d] that are cut along their heads."""
+        """Checks that attention, which treats heads apart, gets q, k and v [b, heads, s, d] cut by heads."""
         operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
         self.derived.attention[self._path()] = (
             call.query.shape[1],
@@ -325,11 +336,11 @@ class Labelling(BackwardLabels):
         self.silent += 1
 
     def leave_loss(self, call: RecordedLoss) -> None:
-        """A forward may add to it what it makes of parameters."""
+        """Labels the loss as active, as a forward may add terms to it that it makes of parameters."""
         self.silent -= 1
         self._set(call.output, TpSpec(active=True, fed=True))
 
 
 def _arguments(call: Call) -> dict[int | str, Any]:
-    """By position, or by name."""
+    """Returns the arguments of a call by position or name."""
     return dict([*enumerate(call.args), *call.kwargs.items()])

@@ -1,4 +1,8 @@
-"""What propagation says of tensors, and what it tells of a definition as a whole."""
+"""Defines what a labelled run on meta finds out about single tensors and about the whole definition.
+
+Labels: ``R`` the same on all TP ranks; ``S`` split along the sequence; ``T`` split along features or heads; ``P``
+the same on all TP ranks but inside of a TP region, where each rank has a part of the gradient.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TpSpec:
-    """What is known of one tensor.
+    """Describes how one tensor relates to the TP ranks.
 
     Attributes:
-        type: what it is to the TP ranks.
+        region: R, S, T or P.
         columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
         along: how a T or S tensor is cut; None where that could not be followed.
         rows: paths of the row linears that a whole or split tensor stems from, in their layer.
-        params: replicated parameters that a tensor is made of, as long as no activation is.
-        active: depends on the model's input through parameters, so that it carries a gradient.
-        fed: depends on the model's input.
+        params: replicated parameters that a tensor is made of, as long as it is made of no activation.
+        active: whether it depends on the model's input through parameters, so that it carries a gradient.
+        fed: whether it depends on the model's input.
     """
 
     type: TpType = INVARIANT
@@ -44,18 +48,18 @@ class TpSpec:
 
 @dataclass(frozen=True)
 class TpAssumptions:
-    """What a propagation starts from.
+    """Holds what a propagation starts from.
 
     Attributes:
         cuts: path -> how the linear or embedding there is cut.
         structure: where the layers are; None where that is not known.
-        sequence_parallel: the hidden state is split along the sequence inside of the layers.
+        sequence_parallel: whether the hidden state is split along the sequence inside of the layers.
         gather: column linears whose output is gathered.
         forked_by_user: modules with a ``fork_rng`` record.
         components: path of a column linear -> sizes of the projections packed into its output.
-        heads: path of a column linear that ranks have the same heads of -> see ``ShardDim``.
+        heads: path of a column linear with heads that several ranks replicate -> see ``ShardDim``.
         regions: modules that must be TP regions as a whole.
-        not_regions: modules that can't be.
+        not_regions: modules that can't be TP regions.
         rows_inside: row linears whose output stays inside of a region.
         parts: arguments of modules that are constants, and of which each rank takes its part.
     """
@@ -74,10 +78,11 @@ class TpAssumptions:
 
 
 class Region(NamedTuple):
-    """Where a TP region begins.
+    """Describes where a TP region begins.
 
     Attributes:
-        slots: arguments of the module that are taken over.
+        slots: arguments of the module that enter TP there: identity or all-gather along the sequence in the
+            forward, all-reduce or reduce-scatter in the backward.
         columns: the column linears inside that read them.
     """
 
@@ -87,46 +92,46 @@ class Region(NamedTuple):
 
 @dataclass
 class TpFacts:
-    """What one run told.
+    """Holds what the labelled runs of a definition found.
 
     Attributes:
         gather: column linears whose output must be gathered.
         scatter: row linears whose input is whole and must be cut.
-        partial: replicated parameters whose gradient is partial because they meet T activations.
         whole_inputs: column linears of the split layers that read a tensor whole along the sequence.
+        partial: replicated parameters whose gradient is partial because they meet T activations.
         sequence: replicated parameters whose gradient is partial because they meet S activations.
+        complete: replicated parameters whose gradient is whole because they meet whole activations.
         regions: module path -> where a TP region begins for several columns, or for a whole module.
-        needed_regions: those of them without which the numbers would be wrong: something inside that is whole
-            meets shards, or the whole sequence. Whole tensors inside have partial gradients.
-        whole_slots: module path -> those arguments of a region there that are not split along the sequence.
-        exits: needed region -> which leaves of what it returns are such tensors, and leave it; how they are cut
-            along the sequence then, None for those that stay whole.
-        recorded: module around the layers -> which leaves of what it returns are such tensors, that HF's hooks
-            recorded inside of the region.
+        needed_regions: regions without which the numbers would be wrong, as a whole tensor inside meets shards, or
+            the whole sequence. Whole tensors inside have partial gradients.
+        whole_slots: module path -> arguments of a region there that are not split along the sequence.
+        exits: needed region -> leaves of its output that are whole tensors from inside -> how they are cut along
+            the sequence outside; None for those that stay whole.
+        recorded: module around the layers -> leaves of its output that are whole tensors from inside of a region,
+            recorded there by HF's hooks.
         parts: constants that are whole on all TP ranks, and of which each takes its part.
         inside: columns and rows that read a whole tensor inside of a needed region.
-        rows_inside: rows whose output meets whole tensors inside of a needed region: it is one, too.
+        rows_inside: rows whose output meets whole tensors inside of a needed region, and is one, too.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
             the whole sequence, and are split along it.
-        overwritten: what is cut and has its output changed in place.
-        read_elsewhere: what is cut, or has experts, and has its weights read by code other than its own -> the
-            module whose code that is.
-        without_rule: operator that no rule is known of, and that took cut tensors whole ->
-            modules whose code has it.
-        cut_sizes: column -> sizes of the dimensions along which what stems from it is cut; TP must divide them.
-        by_heads: columns whose output is viewed as heads [b, s, heads, d] or turned: the module that does so reads
-            the length of the sequence off its own input.
+        overwritten: cut modules whose output is changed in place.
+        read_elsewhere: module that is cut, or has experts -> another module whose code reads its weights.
+        without_rule: operator without a rule that took cut tensors whole -> modules whose code has it.
+        cut_sizes: column -> sizes of the dimensions along which tensors that stem from it are cut; TP must divide
+            them.
+        by_heads: columns whose output is viewed as heads [b, s, heads, d] or transposed: the module that does so
+            reads the length of the sequence off its own input.
         shared: columns in one module that read the very same tensor.
         forked: ``nn.Dropout`` modules on T activations.
         attention: attention module path -> (query heads, whether they are T).
         experts: module of experts -> region of the tokens that it takes.
-        sides: place of what later layers read beside the hidden state -> the dimension along which it is cut, if
-            it is; None where that could not be followed.
+        sides: place of a tensor that later layers read beside the hidden state, if that is cut -> the dimension;
+            None where that could not be followed.
         met: parameters that operations have read.
-        problems: what can't be made right.
+        problems: why TP would be wrong.
         calls: path of a module whose own code works on shards -> its first call.
         called: modules that ran.
-        other_calls: as ``calls``, of each other way through the code.
+        other_calls: ``calls`` of each other way through the code.
     """
 
     gather: set[str] = field(default_factory=set)

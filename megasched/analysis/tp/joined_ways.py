@@ -1,4 +1,4 @@
-"""One answer of several labelled runs, each another way through a definition's code (``trials/ways.py``)."""
+"""Joins the facts of several labelled runs, each another way through a definition's code (``trials/ways.py``)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BY_MODULE = frozenset(
 
 
 def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, *, split: bool) -> None:
-    """Adds to what a trial told what another way tells.
+    """Adds the facts of another way to those of a trial.
 
     Args:
-        split: the hidden state is split along the sequence inside of the layers.
+        split: whether the hidden state is split along the sequence inside of the layers.
     """
     for path in dict.fromkeys(_differing(base, other)):
         what = f"what is done to its tensors goes by {way}, and a plan has one way for all"
@@ -57,7 +57,7 @@ def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, 
 
 
 def _differing(base: TpFacts, other: TpFacts) -> Iterator[str]:
-    """Modules that both ways run, and that are dealt with otherwise."""
+    """Yields the paths of modules that both ways run, and that they treat differently."""
     both = base.called & other.called
     for name in sorted(_BY_MODULE):
         one, two = getattr(base, name), getattr(other, name)
@@ -77,7 +77,7 @@ def _differing(base: TpFacts, other: TpFacts) -> Iterator[str]:
 
 
 def _ends(structure: LayerStack | None, base: TpFacts, other: TpFacts) -> list[str]:
-    """The first and the last layer, if only one of two ways runs them."""
+    """Returns the first and the last layer, as far as only one of two ways runs them."""
     if structure is None:
         return []
     ends = (structure.layer_path(structure.first), structure.layer_path(structure.last))

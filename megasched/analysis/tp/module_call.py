@@ -1,4 +1,4 @@
-"""What the code of one module did with its arguments, to be compared with what it does on a rank."""
+"""Defines what one module's code did with its arguments, to be compared with what it does on a rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHARED = (torch.Tensor, nn.Module)
 
 
 class Placed(NamedTuple):
-    """A shape, and how it is cut over TP.
+    """Describes a shape, and how it is cut over TP.
 
     Attributes:
-        one_value: number of a tensor that has one value everywhere: a rank may make it of any size. None of
+        one_value: number of a tensor that has one value everywhere, which a rank may make in any size; None for
             any other tensor.
     """
 
@@ -39,7 +39,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that a module was handed."""
+    """Holds a tensor argument of a module."""
 
     tensor: torch.Tensor
     placed: Placed | None
@@ -54,16 +54,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
+    """Describes one call of a module.
 
     Attributes:
         args, kwargs: its arguments, each tensor an ``Argument``.
-        results: what its operations give, in their order; None where it is not known how that is cut. What layers
-            inside do is not among them.
-        numbers: by which its operations go, and of which it makes tensors.
-        columns: whose output its own code works on.
-        layers: path of a layer that it calls -> what that gave, call by call.
-        answers: to the questions of its code; see ``DefaultScalars``.
+        results: outputs of its operations, in their order; None where it is not known how an output is cut.
+            Operations of layers inside are left out.
+        numbers: numbers on which its operations depend, or of which it makes tensors.
+        columns: columns whose output its own code works on.
+        layers: path of a layer that it calls -> outputs of that layer, call by call.
+        answers: answers to the questions of its code; see ``ScalarAnswers``.
     """
 
     args: tuple[Any, ...]
@@ -76,17 +76,20 @@ class ModuleCall:
 
     @property
     def of_one_value(self) -> list[int]:
-        """Their numbers, in the order of the operations that gave them."""
+        """Returns the numbers of tensors that have one value everywhere, in the order of their operations."""
         return [place.one_value for place in self.results if place is not None and place.one_value is not None]
 
     def arguments(self, tp: int, made: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As one of ``tp`` ranks is handed them; ``made``: shapes of what a rank made itself (``one_value``)."""
+        """Returns the arguments that one of ``tp`` ranks gets.
+
+        ``made`` has the shapes of tensors that a rank made itself (``one_value``).
+        """
         local = lambda leaf: leaf.on_rank(tp, made)  # noqa: E731
         given = torch.utils._pytree.tree_map_only(Argument, local, (self.args, self.kwargs))
         return snapshot(given)
 
     def signature(self, made: Mapping[int, tuple[int, ...]]) -> tuple[Any, ...]:
-        """Equal for calls of modules alike that do the same on a rank."""
+        """Returns a key that is equal for calls of like modules that do the same on a rank."""
         leaves, structure = torch.utils._pytree.tree_flatten((self.args, self.kwargs))
         handed = tuple(_handed(leaf, made) for leaf in leaves)
         return handed, str(structure), tuple(map(_unnumbered, self.results)), self.numbers, self.answers
@@ -97,7 +100,7 @@ def _unnumbered(place: Placed | None) -> Placed | None:
 
 
 def _handed(leaf: Any, made: Mapping[int, tuple[int, ...]]) -> Any:
-    """What tells an argument from those of another call; an unknown object is only like itself."""
+    """Returns a key that tells an argument from those of other calls; an unknown object equals only itself."""
     if isinstance(leaf, Argument):
         place = leaf.placed
         shape = None if place is None or place.one_value is None else made.get(place.one_value)

@@ -1,4 +1,4 @@
-"""What the code of single modules does in a labelled run: recorded, to be compared with what it does on a rank."""
+"""Keeps what the code of single modules does in a labelled run, to be compared with what it does on a rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SAME = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
 
 @dataclass
 class _Open:
-    """A call that has not ended: what it has done so far, as ``ModuleCall`` has it.
+    """Holds what a call has done before its end, in the form of ``ModuleCall``.
 
     Attributes:
         long: ids of tensors that it made of nothing, as long as a sequence.
-        meets_long: it did something with one of these and with activations.
+        meets_long: whether an operation took one of these and activations.
     """
 
     long: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ class _Open:
 
 
 class RecordedCalls(Labelling):
-    """Keeps, of each module whose own code works on shards, the first call."""
+    """Keeps the first call of each module whose own code works on shards."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self.open: list[_Open] = []  # labels are set from the beginning
@@ -76,7 +76,7 @@ class RecordedCalls(Labelling):
             self._within(self.open[-1], path, done, call.returned)
 
     def _within(self, around: _Open, path: str, call: _Open, output: Any) -> None:
-        """What a call did is a part of what the call around it does, but for a layer's: that runs by itself."""
+        """Adds what a call did to the call around it, except for a layer, which runs by itself."""
         if path in self.apart:
             around.layers.setdefault(path, []).append(output)
             return
@@ -108,8 +108,11 @@ class RecordedCalls(Labelling):
             call.long.update(id(tensor) for tensor in outputs if self.tokens[-1] in tensor.shape)
 
     def want_lengths(self, entered: Container[str]) -> None:
-        """See ``LabelRun``. A length of what code makes was read off what its module is handed, or off what a
-        column gave: under sequence parallelism these are two, but for a region."""
+        """Asks for regions also for modules that make tensors as long as the sequence; see ``LabelRun``.
+
+        Such a length was read off the module's input, or off a column's output. Under sequence parallelism these
+        are two lengths, except in a region.
+        """
         super().want_lengths(entered)
         for path, (columns, around) in self.reading_lengths.items():
             of_heads = not columns.isdisjoint(self.derived.by_heads)  # it reads the whole length then
@@ -128,7 +131,7 @@ class RecordedCalls(Labelling):
             self.open[-1].numbers.append(tuple(numbers))
 
     def _placed(self, tensor: torch.Tensor) -> Placed | None:
-        """None where it is not known what a rank has."""
+        """Returns a tensor's shape and cut; None where it is not known what a rank has of it."""
         if id(tensor) in self.weights:
             return None
         label = self.label(tensor)
@@ -140,6 +143,6 @@ class RecordedCalls(Labelling):
 
 
 def numbers_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[tuple[float, ...]]:
-    """The plain numbers of an operation that goes by them: they may have been read off a size."""
+    """Returns the plain numbers of an operation that depends on them, as code may have read them off a size."""
     counts = func.__name__.partition(".")[0] in COUNTING
     return [tuple(numbers_in(args, kwargs))] if counts or goes_by_numbers(func) else []

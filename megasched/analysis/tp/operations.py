@@ -1,4 +1,4 @@
-"""What operations do to labels (``facts.py``): a tape is read with a label at every tensor of it."""
+"""Applies operations to labels (``facts.py``), by reading a tape with a label at every tensor."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _OF_ANY_PART = frozenset(["detach", "alias", "clone", "_to_copy", "t", "transpos
 
 
 class LabelRun(TapeReader):
-    """What operations do to labels; ``Labelling`` (``calls.py``) adds what modules do.
+    """Applies operations to labels; ``Labelling`` (``calls.py``) adds calls of modules.
 
     Args:
-        tape: of a definition, replacements made.
+        tape: tape of a definition, replacements made.
         assume: what it starts from.
-        functions: what is known of functions with a backward of their own, and is added to.
+        functions: results of trials of functions with their own backward, which it reuses and adds to.
     """
 
     def __init__(self, tape: Tape, assume: TpAssumptions, functions: FunctionTrials | None = None) -> None:
@@ -89,11 +89,11 @@ class LabelRun(TapeReader):
         return found
 
     def origin(self, tensor: torch.Tensor) -> int:
-        """The same for a tensor and for its aliases."""
+        """Returns an id that a tensor and its aliases share."""
         return self.origins.get(id(tensor), id(tensor))
 
     def _pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
-        """What is known of a tensor is known of its alias."""
+        """Copies all that is known of a tensor to its alias."""
         self.origins[id(alias)] = self.origin(source)
         self.labels[id(alias)] = self.labels.get(id(source), TpSpec())
         for known in (self.alike, self.cut_outputs, self.weights):
@@ -148,15 +148,15 @@ class LabelRun(TapeReader):
             self._random(path, joined)
 
     def _path(self) -> str:
-        """The module that runs; empty for the model's own code."""
+        """Returns the path of the module that runs; empty for the model's own code."""
         return self.stack[-1].path if self.stack else ""
 
     def _use(self, tensor: torch.Tensor) -> None:
-        """All modules that run use a tensor."""
+        """Notes that all running modules use a tensor."""
         self.other_uses[self.origin(tensor)].update(call.path for call in self.stack)
 
     def _follow(self, operation: Operation, joined: TpSpec) -> list[ShardDim | None]:
-        """How the outputs are cut; what the operation needs whole is gathered."""
+        """Returns how the outputs are cut, and gathers operands that the operation needs whole."""
         func, args, kwargs, outputs = operation.func, operation.args, operation.kwargs, operation.outputs
         if joined.type not in (FEATURE_SHARD, SEQUENCE_SHARD):
             self.parts.follow(func, args, kwargs, operation.operands, outputs)
@@ -181,7 +181,10 @@ class LabelRun(TapeReader):
         self.derived.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
 
     def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Of a weight that is cut a rank has a part: only its module's own code is made to know that."""
+        """Notes weights that are cut, and are read by code other than their own module's.
+
+        A rank has a part of such a weight, and only that module's code is made to know it.
+        """
         read = {self.weights[id(tensor)] for tensor in operands if id(tensor) in self.weights}
         if not read:
             return
@@ -194,14 +197,14 @@ class LabelRun(TapeReader):
             self.derived.read_elsewhere.setdefault(path, running[-1] if running else "")
 
     def _write_through(self, tensor: torch.Tensor) -> None:
-        """What a view is given, the tensor has that it is a view of, and so have all its other views."""
+        """Gives the label of a view that was written to also to its base and all the base's views."""
         base, given = base_of(tensor), self.labels.get(id(tensor), TpSpec())
         if base is not tensor and (given.active or given.fed):
             before = self.written.get(id(base))
             self.written[id(base)] = given if before is None else _joined(before, given)
 
     def _join(self, labels: list[TpSpec]) -> TpSpec:
-        """The label of what an operation makes of its operands."""
+        """Returns the label of a tensor that an operation makes of operands with these labels."""
         types = {label.type for label in labels}
         params = frozenset().union(*(label.params for label in labels))
         fed = any(label.fed for label in labels)
@@ -252,7 +255,10 @@ class LabelRun(TapeReader):
             self.derived.problems.append(Problem(what, path, remedy=remedy))
 
     def _random(self, path: str, label: TpSpec) -> None:
-        """A dropout on T activations must draw other numbers on each rank; S ones are covered layer by layer."""
+        """Marks a dropout on T activations, which must draw other numbers on each rank.
+
+        Dropouts on S activations are covered layer by layer.
+        """
         if label.type == REPLICATE and self.sequence_parallel:
             self._problem(
                 "draws random numbers for activations that are whole inside a region of sequence parallelism",
@@ -279,7 +285,7 @@ class LabelRun(TapeReader):
     # regions ----------------------------------------------------------------------------------------
 
     def _around(self) -> str | None:
-        """The outermost running module below a layer; None outside of the layers and in a layer's own code."""
+        """Returns the outermost running module below a layer; None outside of layers and in a layer's own code."""
         if self.structure is None:
             return None
         for call in self.stack:
@@ -289,11 +295,13 @@ class LabelRun(TapeReader):
         return None
 
     def want_lengths(self, entered: Container[str]) -> None:
-        """What views a column's output as heads reads the length of the sequence off what its module is handed,
-        which must be a region then: the whole sequence comes in at its entry.
+        """Asks for regions around columns whose output is viewed as heads.
+
+        Such code reads the length of the sequence off its module's input. So that module must be a region, where
+        the whole sequence comes in at its entry.
 
         Args:
-            entered: columns that read what a module around them takes over.
+            entered: columns that read a tensor which enters TP at a module around them.
         """
         settled = self.gather | self.derived.gather | self.derived.inside | self.derived.whole_inputs
         columns = {path for path in self.derived.by_heads - settled if self.cuts[path] == "column"}
@@ -323,7 +331,10 @@ class LabelRun(TapeReader):
         return True
 
     def _meets_inside(self, rows: frozenset[str], others: list[TpSpec]) -> None:
-        """Outside tensors meet whole ones inside a region: what rows give can stay inside, nothing else can."""
+        """Handles tensors from outside that meet whole ones inside a region.
+
+        Outputs of rows can stay inside. With any other tensor, the module can't be a region.
+        """
         region = f"{self._around()}."
         if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
             self.derived.rows_inside |= rows
@@ -336,7 +347,7 @@ class LabelRun(TapeReader):
             self.not_regions.add(path)
 
     def _need_sequence(self) -> None:
-        """Something here needs the whole sequence."""
+        """Asks for a region, where code needs the whole sequence, or else reports a problem."""
         if not self._want_region():
             self._problem(
                 "needs the whole sequence, and gets a part of it",
@@ -344,7 +355,7 @@ class LabelRun(TapeReader):
             )
 
     def _in_adapter_of_column(self, path: str) -> bool:
-        """Whether the first part of an adapter runs, which takes its part of what is gathered for the column."""
+        """Returns whether a column's adapter runs its first part, which takes its share of the gathered input."""
         column, _, part = path.rpartition(".")
         return part in (A, DROPOUT) and self.cuts.get(column) == "column"
 
@@ -353,7 +364,7 @@ class LabelRun(TapeReader):
 
 
 def _joined(own: TpSpec, written: TpSpec) -> TpSpec:
-    """The label of a tensor of which a part was written to; only of one that was cut before it is known how."""
+    """Returns the label of a tensor that was partly written to; its cut is known only if it was cut before."""
     if own.type == INVARIANT:
         type_, along = written.type, None
     else:

@@ -1,9 +1,9 @@
-"""Where activations are sharded, and what follows from it: derived from tapes, never from names.
+"""Derives where activations are sharded, and what follows from it, from tapes and never from names.
 
-The schedule says which linears and embeddings are cut. One forward of the definition, each tensor carrying
-a label, tells the rest: which replicated parameters meet sharded activations (their gradients are partial
-and must be summed over TP), which outputs must be gathered because nothing downstream can take a shard,
-where a TP region begins, which dropouts must differ between ranks.
+The schedule says which linears and embeddings are cut. One forward of the definition, with a label at each tensor,
+shows the rest: which replicated parameters meet sharded activations (their gradients are partial and must be
+summed over TP), which outputs must be gathered because no later operation can take a shard, where a TP region
+begins, and which dropouts must differ between ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def propagate(
     others: Sequence[tuple[Way, Tape]] = (),
     too_many: Sequence[Site] = (),
 ) -> TpFacts:
-    """Labels a forward of each way through the code, and says what follows.
+    """Labels a forward of each way through the code, and returns the facts that follow.
 
     Args:
-        tape: of the definition, replacements made; of a trial batch.
-        assume: what is cut, and how; what has to be gathered besides, and where regions are, is found out.
-        loss_takes_shards: the loss function takes logits that are cut over the vocabulary.
+        tape: tape of a trial batch of the definition, replacements made.
+        assume: what is cut, and how. Which outputs must be gathered besides, and where regions are, is found out.
+        loss_takes_shards: whether the loss function takes logits that are cut over the vocabulary.
         others: other ways through the code of its modules, with their tapes.
-        too_many: questions about which there are more ways than were looked at.
+        too_many: questions with more ways than were looked at.
     """
     structure = assume.structure
     functions = FunctionTrials()
@@ -81,7 +81,7 @@ def propagate(
 
 
 def _further(assume: TpAssumptions, runs: Sequence[RecordedCalls]) -> TpAssumptions:
-    """What has to be assumed next; the same where nothing is asked for."""
+    """Returns the assumptions of the next round, which equal ``assume`` where no run asks for more."""
     refused = assume.not_regions.union(*(run.not_regions for run in runs))
     asked = assume.regions.union(*(run.wanted_regions for run in runs))
     wanted_parts = {argument: part for run in runs for argument, part in run.parts.wanted.items()}
@@ -98,7 +98,7 @@ def _further(assume: TpAssumptions, runs: Sequence[RecordedCalls]) -> TpAssumpti
 
 
 def _close(run: RecordedCalls, entries: dict[str, Region], cuts: Mapping[str, Cut]) -> None:
-    """What is known once no run wants another one."""
+    """Sets a run's region entries and shared inputs, once no run asks for more."""
     run.derived.regions = entries
     for path in run.derived.needed_regions:
         columns = tuple(

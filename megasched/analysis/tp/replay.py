@@ -1,7 +1,7 @@
-"""The code of single modules, run again with what one rank has: it must do what the labelled run says.
+"""Runs the code of single modules again with one rank's tensors, and compares it with the labelled run.
 
-A definition's code reads sizes off its tensors, and off attributes of its modules. Labels follow tensors, and not
-such numbers; run with a rank's shapes, the code shows what it makes of them.
+A definition's code reads sizes off its tensors, and off attributes of its modules. Labels follow tensors, but not
+such numbers. Run with a rank's shapes, the code shows what it makes of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLACES = frozenset(["layer_idx", "layer_id", "layer_number", "block_idx"])
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has of each linear, and of what a module counts."""
+    """Holds what one rank has of each linear, and of the counts that modules hold."""
 
     tp: int
     cuts: Mapping[str, Cut]
@@ -49,7 +49,7 @@ class Rank:
     heads: Mapping[str, tuple[int, ...]]
 
     def sizes(self, path: str, linear: nn.Module) -> tuple[int, int | None]:
-        """(features that what is cut at ``path`` hands out, and takes); an embedding takes none."""
+        """Returns the features that the cut module at ``path`` returns and takes; an embedding takes None."""
         if self.cuts[path] == "features":
             return linear.weight.shape[1] // self.tp, None
         axis = output_axis(linear)
@@ -60,21 +60,21 @@ class Rank:
         return along.on_rank(out, self.tp), taken
 
     def count(self, path: str, whole: int) -> int | None:
-        """What a rank has of a count of the module at ``path``; None where it can have no part of it."""
+        """Returns a rank's part of a count of the module at ``path``; None where it can have no part of it."""
         replicated = {n for inner, heads in self.heads.items() if inner.startswith(f"{path}.") for n in heads if n}
         return local_count(whole, self.tp, replicated)
 
 
 class Mismatch(Exception):
-    """A module does not do on a rank what it must."""
+    """Reports that a module does something else on a rank than the labelled run says."""
 
 
 class Replay(ScalarAnswers):
-    """One module's forward with a rank's tensors; every operation is compared with what it must give.
+    """Runs one module's forward with a rank's tensors, and compares every operation with its expected output.
 
     Attributes:
-        made: shapes that a rank has of tensors of one value everywhere, by their numbers. They may be of
-            any size; what is made of them must fit, and what is counted of them (a sum) must not go by it.
+        made: shapes that a rank has of tensors of one value everywhere, by their numbers. They may be of any size.
+            Tensors made of them must fit, and what counts their elements (a sum) must not depend on the size.
     """
 
     def __init__(self, call: ModuleCall, tp: int) -> None:
@@ -108,8 +108,10 @@ class Replay(ScalarAnswers):
         return output
 
     def _refuse_counting(self, func: Any, operands: list[torch.Tensor]) -> None:
-        """Of nothing but tensors of one value everywhere, an operation that gives other elements than theirs goes
-        by how many there are."""
+        """Refuses an operation that depends on how many elements a tensor of one value everywhere has.
+
+        It takes only such tensors, of another size than the whole, and is neither element-wise nor a view.
+        """
         alike = [self._alike[id(tensor)][1] for tensor in operands if id(tensor) in self._alike]
         if any(alike) and len(alike) == len(operands):
             by_elements = torch.Tag.pointwise in getattr(func, "tags", ())
@@ -124,7 +126,7 @@ class Replay(ScalarAnswers):
     def attend(
         self, real: Callable[..., Any], module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stands in the registry of attention functions, for the one that is ``real``."""
+        """Stands in the registry of attention functions for ``real``, with a rank's part of the sinks."""
         with self._silently():
             sinks = kwargs.get("s_aux")
             if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
@@ -158,15 +160,15 @@ def replay(
     cuts: Container[str],
     made: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[int, tuple[int, ...]] | None:
-    """Runs a module as a rank does.
+    """Runs a module with a rank's tensors.
 
     Args:
-        call: of the module, as it was recorded.
-        cuts: paths of what was cut then, whose own operations are not among the recorded ones.
-        made: by the modules before, as this function returns it.
+        call: the recorded call of the module.
+        cuts: paths of what was cut in that call, whose own operations are not among the recorded ones.
+        made: shapes made by the modules before, as this function returns them.
 
     Returns:
-        ``Replay.made``; None where the module does not do on a rank what it must.
+        ``Replay.made``; None where the module does something else on a rank than the labelled run says.
     """
     run = Replay(call, tp)
 
@@ -198,7 +200,7 @@ def replay(
 
 @contextmanager
 def _given_by_layers(module: nn.Module, path: str, call: ModuleCall) -> Iterator[None]:
-    """In which layers hand out what they gave in the labelled run, and do nothing."""
+    """Runs its body with layers that only return their outputs of the labelled run."""
     with ExitStack() as stack:
         for full, outputs in call.layers.items():
             layer = module.get_submodule(full.removeprefix(f"{path}.") if path else full)
@@ -227,7 +229,7 @@ def divided(module: nn.Module, counts: Mapping[str, int]) -> Iterator[None]:
 
 @contextmanager
 def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
-    """Linears and embeddings inside hand out, and take, what they do on one rank."""
+    """Runs its body with linears and embeddings inside that take and return what they do on one rank."""
     with ExitStack() as stack:
         for inner, child in module.named_modules():
             full = join(path, inner)
@@ -241,7 +243,7 @@ def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
 
 
 def _handed_out(features: int, taken: int | None, x: torch.Tensor) -> torch.Tensor:
-    """What a linear gives on one rank, or an embedding, which takes ids."""
+    """Returns the output on one rank of a linear, or of an embedding, which takes ids."""
     if taken is None:
         return torch.empty(*x.shape, features, device="meta")
     if x.shape[-1] != taken:
@@ -250,7 +252,7 @@ def _handed_out(features: int, taken: int | None, x: torch.Tensor) -> torch.Tens
 
 
 def _local_parameters(child: nn.Module, features: int, taken: int | None) -> dict[str, nn.Parameter]:
-    """Weight and bias of the shapes that one rank has: a definition's code may read its sizes off them."""
+    """Returns a rank's weight and bias, as a definition's code may read its sizes off them."""
     weight, bias = child.weight, getattr(child, "bias", None)
     shape = [features, taken] if taken is not None else [weight.shape[0], features]
     if taken is not None and output_axis(child) == 1:
@@ -262,12 +264,12 @@ def _local_parameters(child: nn.Module, features: int, taken: int | None) -> dic
 
 
 def join(path: str, inner: str) -> str:
-    """The path of a module inside of another one."""
+    """Returns the path of a module inside of another one."""
     return f"{path}.{inner}" if path and inner else path or inner
 
 
 def local_count(whole: int, tp: int, replicated: Iterable[int]) -> int | None:
-    """What one rank has of a count: its part, or 1 of heads that are replicated; None where it is neither."""
+    """Returns a rank's part of a count, or 1 for replicated heads; None where it is neither."""
     if whole % tp == 0:
         return whole // tp
     return 1 if whole in replicated else None

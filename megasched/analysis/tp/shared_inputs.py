@@ -1,5 +1,7 @@
-"""Column linears that read the same activation, and where it is taken over to TP once for all of them; found
-from one labelled run."""
+"""Finds the column linears that read the same activation, and where it enters TP once for all of them.
+
+It uses the calls of one labelled run.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ColumnCall:
-    """One call of a column linear.
+    """Describes one call of a column linear.
 
     Attributes:
-        source: what it read, as ``LabelRun.origin`` has it.
-        around: the calls around it, outermost first: path, and each argument that is a tensor, likewise.
+        source: id of its input, by ``LabelRun.origin``.
+        around: the calls around it, outermost first: path, and the id of each tensor argument, by
+            ``LabelRun.origin``.
     """
 
     path: str
@@ -34,14 +37,14 @@ def find_entries(
     cuts: Container[str],
     structure: LayerStack | None,
 ) -> dict[str, Region]:
-    """Module path -> the arguments and the columns inside that read them.
+    """Returns, by module path, the arguments and the columns inside that read them.
 
-    The outermost module below the layer that is handed the very tensor its columns read (in one place or, as
-    query, key and value, in several), and that does nothing else with it.
+    The module is the outermost one below the layer that gets the very tensor its columns read (in one argument or,
+    as query, key and value, in several), and that uses it in no other way.
 
     Args:
-        calls: of column linears.
-        other_uses: a tensor, likewise -> paths of modules that use it otherwise, or hand it out.
+        calls: calls of column linears.
+        other_uses: id of a tensor -> paths of modules that use it in another way, or return it.
         cuts: paths that are cut.
         structure: where the layers are, if that is known.
     """
@@ -62,7 +65,7 @@ def find_entries(
 
 
 def columns_that_share(calls: Iterable[ColumnCall]) -> list[tuple[str, ...]]:
-    """Paths of columns in one module that read the very same tensor, in the order of their calls."""
+    """Returns groups of columns in one module that read the same tensor, in the order of their calls."""
     calls = list(calls)
     counts = Counter(call.path for call in calls)
     found: dict[tuple[int, str], list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Sizes that a definition's code reads off cut tensors, or has as numbers: proven with what one rank has."""
+"""Checks the sizes that a definition's code reads off cut tensors, or holds as numbers, with one rank's shapes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def columns_of_unproven_sizes(
     cuts: Container[str],
     counts: Mapping[str, tuple[str, ...]],
 ) -> set[str]:
-    """Columns whose output meets code that does not do on a rank what it must: it needs the whole.
+    """Returns the columns whose output must stay whole, as the code that reads it does something else on a rank.
 
-    Each module whose own code works on shards runs once more, its linears handing out a rank's part, its counts
-    divided; each of its operations must give the shape that the labelled run says that one rank has, and go by the
-    same numbers. Of modules alike, one runs.
+    Each module whose own code works on shards runs once more. Its linears return a rank's part, and its counts are
+    divided. Each operation must give the shape that the labelled run expects on one rank, and use the same
+    numbers. Of like modules, one runs.
 
     Args:
         probe: a ``meta_copy`` of the definition.
-        calls: of its modules, as a labelled run recorded them.
-        rank: what one rank has; of what is gathered, or cut only then, its ``cuts`` say nothing, and nor do they
-            of columns that nobody asks for.
+        calls: calls of its modules, as a labelled run recorded them.
+        rank: what one rank has. Its ``cuts`` leave out linears that are gathered, or were cut only in the labelled
+            run, and columns that nobody asks for.
         cuts: paths of what was cut in that run.
         counts: path of a module -> its attributes that will be divided by TP.
     """
@@ -59,7 +59,7 @@ def columns_of_unproven_sizes(
 
 
 def _numbers(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """The whole numbers that a module and those inside hold, but for their places among the layers."""
+    """Returns the integers that a module and those inside hold, except for their places among the layers."""
     held = {
         f"{inner}.{name}": value
         for inner, child in module.named_modules()
@@ -70,7 +70,7 @@ def _numbers(module: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 def _counts(module: nn.Module, path: str, names: tuple[str, ...], rank: Rank) -> dict[str, int]:
-    """What a rank has of the attributes of a module that are divided."""
+    """Returns a rank's part of each attribute of a module that is divided."""
     found = {}
     for name in names:
         owner = module.config if name.startswith("config.") else module

@@ -1,8 +1,8 @@
-"""Arguments of which each TP rank takes its part: constants that are whole on every rank, and meet what is cut.
+"""Finds constant arguments that are whole on every TP rank and meet cut tensors, so that each rank takes its part.
 
-ALiBi's biases are one: the model makes them for all heads before its layers, and attention adds them to the logits
-of its own. Where such a tensor stems from an argument of the module around, the module can be handed a part of it.
-How the argument has to be cut for that follows from what the module's own operations make of it.
+ALiBi's biases are one: the model makes them for all heads before its layers, and attention adds them to its
+logits. Where such a tensor stems from an argument of the module around, the module can get a part of that
+argument. How to cut the argument follows from the module's own operations on it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megasched.language.tensor_types import ShardDim
 
 
 class ArgRef(NamedTuple):
-    """An argument of a module: its position (int) or name (str) in the call."""
+    """Identifies an argument of a module by its position (int) or name (str) in the call."""
 
     path: str
     slot: int | str
 
 
 class ArgSlice(NamedTuple):
-    """What each rank takes of an argument.
+    """Describes the part of an argument that each rank takes.
 
     Attributes:
         dim: the dimension that is cut.
-        count: of what is shared out there (heads); the dimension may be a multiple of it: [b*heads, ...].
+        count: number of units (heads) shared out along it; its size may be a multiple of them: [b*heads, ...].
         columns: the column linears whose outputs it meets.
     """
 
@@ -39,16 +39,16 @@ class ArgSlice(NamedTuple):
     columns: frozenset[str] = frozenset()
 
     def along(self, tensor: torch.Tensor) -> ShardDim:
-        """How such an argument is cut."""
+        """Returns how such an argument is cut."""
         return ShardDim(self.dim, tensor.shape[self.dim] // self.count)
 
 
 class SlicedArgs:
-    """What one run learns of arguments that could be cut.
+    """Learns from one run which arguments could be cut.
 
     Attributes:
         known: arguments that are cut in this run.
-        wanted: those that should be in the next, too.
+        wanted: arguments that should be cut in the next run, too.
     """
 
     def __init__(self, known: Mapping[ArgRef, ArgSlice]) -> None:
@@ -58,12 +58,12 @@ class SlicedArgs:
         self._ways: dict[int, dict[tuple[ArgRef, ArgSlice], ShardDim]] = {}
 
     def offer(self, argument: ArgRef, tensor: torch.Tensor) -> None:
-        """A constant that a module was handed: a rank may take a part of it."""
+        """Offers a constant argument of a module, of which a rank may take a part."""
         found = [ArgSlice(dim, count) for dim, size in enumerate(tensor.shape) for count in _counts(size)]
         self._ways[id(tensor)] = {(argument, part): part.along(tensor) for part in found}
 
     def pass_on(self, source: torch.Tensor, alias: torch.Tensor) -> None:
-        """What could be taken of a tensor could be taken of its alias."""
+        """Copies the possible cuts of a tensor to its alias."""
         if id(source) in self._ways:
             self._ways[id(alias)] = dict(self._ways[id(source)])
 
@@ -75,7 +75,7 @@ class SlicedArgs:
         operands: Iterable[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        """What an operation on whole tensors makes of those that were offered."""
+        """Follows the offered constants through an operation on whole tensors."""
         for tensor in operands:
             for way, place in tuple(self._ways.get(id(tensor), {}).items()):
                 with suppress(NeedsWhole):  # then it can't be cut in this way
@@ -88,11 +88,11 @@ class SlicedArgs:
     def want(
         self, met: Iterable[tuple[torch.Tensor, ShardDim]], columns: frozenset[str], around: str | None
     ) -> bool:
-        """Asks for arguments to be cut so that the tensors made of them are; False where that can't be.
+        """Asks for arguments to be cut so that tensors made of them are; False where that can't be.
 
         Args:
             met: whole tensors, and how they would have to be cut.
-            columns: whose outputs they meet.
+            columns: the columns whose outputs they meet.
             around: the module whose arguments can be cut.
         """
         found: dict[ArgRef, ArgSlice] = {}
@@ -110,5 +110,5 @@ class SlicedArgs:
 
 
 def _counts(size: int) -> list[int]:
-    """How many can be shared out along a dimension of this size."""
+    """Returns the numbers of units that can be shared out along a dimension of this size."""
     return [count for count in range(2, size + 1) if size % count == 0]

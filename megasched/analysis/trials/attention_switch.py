@@ -1,8 +1,8 @@
-"""Whether a definition's attention is ours: it calls attention by a name, and under that name does what ours does.
+"""Decides whether a definition's attention can be ours: called by name, and computing what ours does.
 
 transformers looks attention up by the name in the config (``AttentionInterface``). Its own names mean softmax
-attention. ``eager`` means a function of the class's own, and a name that somebody else has registered means a
-function of theirs: such a function is tried with numbers, or called as it is.
+attention. ``eager`` means the class's own function, and a name that somebody else has registered means their
+function: such a function is tried with numbers, or called unchanged.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _SIZES = ((2, 5), (1, 67))  # of batches that are tried: a function may go by ho
 
 
 def attention_name(model: Any) -> str:
-    """The name under which a definition is to call our attention.
+    """Returns the name under which a definition is to call our attention.
 
-    A class that HF runs with its eager attention alone gets the masks of that: it may not say of a module that it
-    is causal, and may widen a mask as only an additive one can be.
+    A class that HF runs only with its eager attention gets eager's masks. It may not say that a module is causal,
+    and may widen a mask as only an additive one can be.
     """
     return NAME if getattr(model, "_supports_sdpa", True) else EAGER_MASK
 
 
 def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], None]:
-    """Has a definition call a run's attention, if it calls attention by a name and that does the same.
+    """Makes a definition call a run's attention, if it calls attention by a name and that computes the same.
 
     Args:
         inputs: keyword arguments of its forward; by default those of a trial.
 
     Returns:
-        What puts the names back.
+        A function that restores the names.
     """
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
@@ -63,7 +63,7 @@ def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], 
 
 
 def _is_known(name: str | None) -> bool:
-    """Whether what is called under a name is the class's own or transformers' attention."""
+    """Returns whether the function under a name is the class's own or transformers' attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name is None or name == OWN or name in NAMES:
@@ -73,7 +73,7 @@ def _is_known(name: str | None) -> bool:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that a part of the model reads: the stacks of an encoder-decoder have copies."""
+    """Returns every config that a part of the model reads: the stacks of an encoder-decoder have copies."""
     held = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in held if hasattr(config, "_attn_implementation")}.values())
 
@@ -84,10 +84,10 @@ def _name_everywhere(model: nn.Module, name: str) -> None:
 
 
 def is_used(model: nn.Module, name: str = NAME, inputs: Mapping[str, Any] | None = None) -> bool:
-    """Whether a definition really calls attention through the interface; a trial call on meta tells.
+    """Returns whether a definition calls attention through the interface, by a trial call on meta.
 
-    Some classes accept any implementation name and silently compute something else, so the name is switched
-    only where the function is called.
+    Some classes accept any implementation name and silently compute something else, so the name is switched only
+    where the function is called.
     """
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def is_used(model: nn.Module, name: str = NAME, inputs: Mapping[str, Any] | None
 
 
 class _Called(BaseException):
-    """Ends a trial call at the first attention. No error, so nothing that catches errors may catch it."""
+    """Ends a trial call at the first attention; as a ``BaseException``, no handler of errors catches it."""
 
 
 def _probe(model: nn.Module, name: str) -> nn.Module:
@@ -121,7 +121,7 @@ def _run(probe: Any, inputs: Mapping[str, Any] | None) -> None:
 
 
 def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | None) -> bool:
-    """Whether a module would call a function of its class's own that is not shown to compute what ours does."""
+    """Returns whether some module's own (eager) attention is not shown to compute what ours does."""
     before = {path: getattr(module, "config", None) for path, module in model.named_modules()}
     real = registered()
     own = {path for path, config in before.items() if getattr(config, "_attn_implementation", "") in (OWN, None)}
@@ -158,7 +158,7 @@ class _Other(BaseException):
 
 @contextmanager
 def _defaults_seen(seen: list[Callable[..., Any]]) -> Iterator[None]:
-    """Notes the function that a class would call if its config said ``eager``."""
+    """Runs its body and notes the function that a class would call if its config said ``eager``."""
     from transformers.modeling_utils import AttentionInterface
 
     real = AttentionInterface.get_interface
@@ -175,7 +175,7 @@ def _defaults_seen(seen: list[Callable[..., Any]]) -> Iterator[None]:
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
-    """Numbers and names that a function may read off the module that calls it."""
+    """Returns the class, numbers and names that a function may read off the module that calls it."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     return type(module), tuple(sorted(plain.items()))
 
@@ -193,7 +193,7 @@ def _agree(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether a function gives what ours does, and the same gradients, of random tensors of these shapes."""
+    """Returns whether two functions give equal outputs and gradients for random tensors of these shapes."""
     kwargs = {**kwargs, "dropout": 0.0}
     with undisturbed(module), real_tensors(), torch.enable_grad():
         for scale in _SCALES:
@@ -210,14 +210,14 @@ def _agree(
 
 
 class _Real:
-    """Random tensors in the places of those on meta, each one always the same."""
+    """Makes random tensors in place of those on meta, always the same one for each."""
 
     def __init__(self, scale: float) -> None:
         self.scale, self.made = scale, dict[int, torch.Tensor]()
         self.generator = torch.Generator().manual_seed(0)
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
-        """The module that calls, with parameters and buffers of its own, and what it calls attention with."""
+        """Returns the calling module, with real parameters and buffers, and real arguments of its attention."""
         here = copy.copy(module)
         own = {name: self.of(held) for name, held in module._parameters.items() if held is not None}
         buffers = {name: self.of(held) for name, held in module._buffers.items() if held is not None}
@@ -247,8 +247,11 @@ class _Real:
         return self.made[id(tensor)]
 
     def _mask(self, mask: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor | None:
-        """A causal one that leaves out more, of the form that the definition has. Keys that are not selected are
-        left out, too, as transformers' definitions have it for functions that take no ``indices``."""
+        """Returns a causal mask that leaves out more keys, in the form of the definition's own.
+
+        Keys that are not selected are left out, too, as transformers' definitions do for functions that take no
+        ``indices``.
+        """
         if mask is None:
             return None
         queries, keys = mask.shape[-2:]
@@ -262,7 +265,7 @@ class _Real:
         return torch.zeros(mask.shape, dtype=mask.dtype).masked_fill(~seen, torch.finfo(mask.dtype).min)
 
     def run(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Output, and its gradients of everything."""
+        """Returns a function's output, and the output's gradients for every tensor made here."""
         output = function(module, *args, **kwargs)[0]
         sources = [tensor for tensor in self.made.values() if tensor.requires_grad]
         weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)

@@ -1,4 +1,4 @@
-"""Lists of modules (or parameters) of one kind, among which the code of a definition may choose by values."""
+"""Finds lists of modules or parameters of one kind, among which a definition's code may choose by values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def counterparts(model: nn.Module, name: str) -> Iterator[tuple[str, str]]:
-    """(path of a list or dict, name of another parameter) of each that stands in another member of it as this one
-    does in its own, where both members are of one kind.
+    """Yields the parameters in other members of a list or dict that correspond to this one.
+
+    Each comes as (path of the list or dict, name of the other parameter). Both members are of one kind, and the
+    parameter stands at the same place in its member.
 
     Args:
-        name: of a parameter.
+        name: name of the parameter.
     """
     parts = name.split(".")
     for count in range(len(parts)):
@@ -32,7 +34,7 @@ def counterparts(model: nn.Module, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _form(held: nn.Module | torch.Tensor) -> Any:
-    """Equal for members of a list that are of one kind."""
+    """Returns a value that is equal for members of a list that are of one kind."""
     if isinstance(held, torch.Tensor):
         return held.shape
     return type(held), [(name, parameter.shape) for name, parameter in held.named_parameters()]

@@ -1,7 +1,8 @@
-"""Whether a definition's code goes by how large a gradient is.
+"""Checks whether a definition's code depends on how large a gradient is.
 
-Replicas take the mean of their gradients at the end, so in each of them a gradient is as many times as large as
-it is at one rank. What is linear does not mind; a hook that clips or norms a gradient does, and such a backward.
+Replicas take the mean of their gradients at the end, so in each replica a gradient is larger than at one rank, by
+a factor of their number. Linear code is not affected. A hook that clips or normalizes a gradient is, and so is a
+backward that does so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TOLERANCE = 1e-4
 
 
 def why_by_scale(tape: Tape) -> Problem | None:
-    """What of a definition's code goes by how large a gradient is, or may; None where nothing does."""
+    """Returns the problem with code that depends, or may, on how large a gradient is; None without any."""
     if all_stock(tape.model):
         return None
     trials = _GradientTrials()
@@ -31,10 +32,10 @@ def why_by_scale(tape: Tape) -> Problem | None:
 
 
 class _GradientTrials(TapeReader):
-    """Tries hooks on gradients, and functions with a backward of their own.
+    """Tries hooks on gradients, and functions with their own backward.
 
     Attributes:
-        found: the first that goes by how large a gradient is.
+        found: the first that depends on how large a gradient is.
     """
 
     def __init__(self) -> None:

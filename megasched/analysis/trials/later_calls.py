@@ -1,7 +1,7 @@
-"""Whether a definition does in a later call what it does in the first, which is the one that a plan looks at.
+"""Checks whether a definition's later calls do what its first call does, which is the one that a plan looks at.
 
-Code may count its calls, or keep a flag, a list or a generator of numbers, and go by them: a warm-up, values that
-are taken from the first batch, layers that are skipped each second time.
+Code may count its calls, or keep a flag, a list or a random generator, and depend on it: a warm-up, values that
+are taken from the first batch, layers that are skipped every second time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ type Check = Callable[[list[torch.Tensor]], None]
 
 
 def why_calls_differ(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
-    """What tells one call from another to a model's code, where it does something else by it, or may.
+    """Returns the problem with later calls that do, or may do, something else than the first; None if none.
 
     Args:
         inputs: arguments of its forward in a trial.
@@ -63,7 +63,7 @@ def why_calls_differ(model: nn.Module, inputs: Mapping[str, Any]) -> Problem | N
 
 
 def _traces(probe: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """What a call leaves otherwise than it found it, and what there is of generators of numbers."""
+    """Returns the names of state that a call changes, and those of generators and counters."""
     with undisturbed(probe):
         before = State(probe)
         with call_hooks(probe, around=lambda path, module: not path):
@@ -73,7 +73,7 @@ def _traces(probe: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[str], set
 
 
 def _other_in_a_later_call(probe: nn.Module, inputs: Mapping[str, Any]) -> str | None:
-    """Path of a module that does something else in a later call than in the first; None if none does."""
+    """Returns the path of a module whose later call differs from its first one; None if no module's does."""
     with undisturbed(probe):
         first = traced_call(probe, inputs)
         for _ in _later(probe):
@@ -87,7 +87,7 @@ def _other_in_a_later_call(probe: nn.Module, inputs: Mapping[str, Any]) -> str |
 
 
 def _later(probe: nn.Module) -> Iterator[None]:
-    """Before each of some later calls; for the last ones, what changes from call to call is put forward."""
+    """Yields before each of some later calls, and before the last ones advances the numbers that change."""
     before = now = State(probe)
     for _ in range(_CALLS):
         yield
@@ -100,13 +100,13 @@ def _later(probe: nn.Module) -> Iterator[None]:
 
 
 class CallTrace(ScalarAnswers):
-    """A forward.
+    """Runs a forward, and lists its operations.
 
     Args:
         check: called with the tensors that an operation takes, before it is done.
 
     Attributes:
-        done: of operations on the model's tensors: module, lines of the code, operation, numbers, shapes.
+        done: module, lines of the code, operation, numbers and shapes of each operation on the model's tensors.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], check: Check = lambda tensors: None) -> None:
@@ -135,7 +135,7 @@ class CallTrace(ScalarAnswers):
 
 
 def traced_call(probe: nn.Module, inputs: Mapping[str, Any], check: Check = lambda tensors: None) -> list[Done]:
-    """What a call does; of a ``meta_copy``, whose code keeps what it leaves."""
+    """Returns the operations of one call of a ``meta_copy``; what its code stores outside of modules stays."""
     run = CallTrace(probe, inputs, check)
     with call_hooks(probe, run.before, run.after):
         run_on_meta(probe, inputs, run, leaves_traces=True)
@@ -143,8 +143,10 @@ def traced_call(probe: nn.Module, inputs: Mapping[str, Any], check: Check = lamb
 
 
 def differing(first: list[Done], later: list[Done]) -> str | None:
-    """Path of a module that did something else; None if none did. A call may put modules in the place of others,
-    which have no names in it."""
+    """Returns the path of a module that did something else, or None if none did.
+
+    Paths are not compared: a call may replace modules by others, which have no path in it.
+    """
     for one, other in zip_longest(first, later):
         if one is None or other is None or one[1:] != other[1:]:
             return str((other or one)[0])
@@ -152,6 +154,6 @@ def differing(first: list[Done], later: list[Done]) -> str | None:
 
 
 def _path(name: str, probe: nn.Module) -> str:
-    """The module whose attribute has a name; empty for what is none's."""
+    """Returns the path of the module whose attribute has a name; empty if it is no module's."""
     paths = [path for path, _ in probe.named_modules() if path and name.startswith(f"{path}.")]
     return max(paths, key=len, default="")

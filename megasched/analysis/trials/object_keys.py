@@ -1,4 +1,4 @@
-"""Tables in which a definition's code looks something up by a module or a parameter of it: a copy has others."""
+"""Finds tables in which a definition's code looks up modules or parameters, because a copy has other ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEEPEST = 6
 
 
 def table_of_objects(model: nn.Module) -> tuple[str, str] | None:
-    """(name of such a table, path of a module that it has, or has a parameter of); None without one.
+    """Returns the name of a table, and the path of a module that it has, or has a parameter of; None without one.
 
     A dictionary on a module, of modules, is copied with them.
     """
@@ -36,7 +36,7 @@ def table_of_objects(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """Name, table, and whether a copy of the model has one of its own, of its own modules."""
+    """Yields each table with its name, and whether a copy of the model has its own, of its own modules."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Refuses code that asks which process it runs in: plain HF is one, and a run has ranks with other answers."""
+"""Refuses code that asks for its process: plain HF is one process, and a run's ranks get other answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHERS = frozenset(["torch", "transformers", "megatron", "megasched"])
 
 @contextmanager
 def process_not_asked() -> Iterator[None]:
-    """In which a definition's code may call nothing of ``torch.distributed``, nor read a rank's variables.
+    """Runs its body, in which a definition may not call ``torch.distributed`` or read a rank's variables.
 
     Raises:
         ScheduleError: it does so.

@@ -1,6 +1,6 @@
-"""Which parameters training reaches: those that the loss of a forward depends on, by autograd's own graph on meta.
+"""Finds which parameters training reaches, by the autograd graph of a forward's loss on meta.
 
-Plain PyTorch leaves the gradient of all others at None, and its optimizers pass over them.
+Plain PyTorch leaves all other gradients at None, and its optimizers skip those parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megasched.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Reach:
-    """What a training step reaches; names of parameters are the first ones of each.
+    """Holds which parameters a training step reaches; a tied parameter has its first name.
 
     Attributes:
         never: parameters that no batch reaches.
-        perhaps: parameters that the trial did not reach, and values of a batch may: an expert that got no token.
+        perhaps: parameters that the trial did not reach, but a batch's values may: an expert that got no token.
         uncalled: modules that have some of ``never`` and were not called.
         code_facts: which lines of the code have run; None where the forward failed.
     """
@@ -46,8 +46,9 @@ class Reach:
 
 
 def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) -> Reach:
-    """Runs a forward on meta in training mode; where something is not reached, once more with other answers to the
-    questions that its code asks about values.
+    """Finds the parameters that a forward on meta in training mode reaches.
+
+    Where it does not reach all, it runs once more with other answers to questions about values.
 
     Args:
         model: a ``meta_copy`` of the definition.
@@ -75,7 +76,7 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) 
 
 
 class _ReachRun(ScalarAnswers):
-    """One forward, and what its loss depends on.
+    """Runs one forward, and finds the parameters that its loss depends on.
 
     Attributes:
         reached: identities of parameters; None if the forward failed.
@@ -129,11 +130,11 @@ class _ReachRun(ScalarAnswers):
         return output
 
     def asked_around(self, name: str) -> bool:
-        """Whether the code asked for values that decides whether the module with this parameter is called."""
+        """Returns whether the code that decides about calling this parameter's module asked for values."""
         return self._caller(name.rpartition(".")[0]) in self._asked
 
     def has_reached_another(self, name: str) -> bool:
-        """Whether there are others of its kind in a list (or dict), some were reached, and values may choose."""
+        """Returns whether a counterpart in a list or dict was reached, and values may choose between the two."""
         parameters, reached = dict(self._model.named_parameters()), self.reached or set[int]()
         return any(
             other in parameters and id(parameters[other]) in reached and self._asked_in(self._caller(path))
@@ -141,7 +142,7 @@ class _ReachRun(ScalarAnswers):
         )
 
     def _caller(self, path: str) -> str:
-        """The nearest module around this one, or itself, that ran."""
+        """Returns the path of the nearest module around this one, or itself, that ran."""
         while path and path not in self.called:
             path = path.rpartition(".")[0]
         return path
@@ -156,8 +157,7 @@ def _roots(output: Any, with_loss: bool) -> list[torch.Tensor]:
 
 
 def _sources(roots: Iterable[torch.Tensor]) -> tuple[set[int], bool]:
-    """Identities of the leaves that these depend on, and whether functions with a backward of their own are among
-    what lies between."""
+    """Returns the ids of leaves that tensors depend on, and whether own backward functions lie between."""
     reached, own = set[int](), False
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)

@@ -1,9 +1,9 @@
-"""Whether a definition's code sees that a run has other objects where the definition has its own.
+"""Checks whether a definition's code sees that a run replaces its modules and parameters.
 
-A run works on a copy of a definition, in which linears and embeddings that are cut are modules of other
-classes, and all parameters other tensors, of which a rank may have a smaller one. Code that calls a module by its
-name sees nothing of it. Code that holds one elsewhere (in a list, a closure, a global), looks something up by one,
-asks for a class, or reads the size of a weight does.
+A run works on a copy of a definition. There, linears and embeddings that are cut are modules of other classes, and
+all parameters are other tensors, of which a rank may have a smaller one. Code that calls a module by its name does
+not notice. Code does that holds one elsewhere (in a list, a closure, a global), looks something up by one, asks
+for a class, or reads the size of a weight.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ type _Gone = dict[int, tuple[str, torch.Tensor]]
 def why_seen(
     model: nn.Module, inputs: Mapping[str, Any], replaced: Iterable[str], *, regions: bool
 ) -> Problem | None:
-    """What a model's code does otherwise where other objects stand in the places of its own; None if nothing.
+    """Returns the problem with code that does something else where stand-ins replace its modules, or None.
 
     Args:
         inputs: arguments of its forward in a trial.
         replaced: paths of the linears and embeddings that are other modules in a run.
-        regions: a call of a module may begin and end a region, which another call inside of it would, too.
+        regions: whether a module's call may begin and end a region, as a call nested inside of it would, too.
     """
     if all_stock(model):  # whose code is known
         return None
@@ -69,8 +69,7 @@ def why_seen(
 def sizes_read(
     model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
 ) -> set[str]:
-    """Paths of linears and embeddings of which other code reads the size of a weight, and does something else by
-    what a rank has of it.
+    """Returns the paths of linears and embeddings whose weight's size other code reads and depends on.
 
     Args:
         inputs: arguments of its forward in a trial.
@@ -91,7 +90,7 @@ def sizes_read(
 
 
 def _why_not_in_turn(probe: nn.Module, inputs: Mapping[str, Any]) -> Problem | None:
-    """What modules do that run inside of themselves, or in threads; None if none does."""
+    """Returns the problem with a module that runs inside of its own call, or in threads; None if none does."""
     running: list[str] = []
 
     def before(path: str, *call: Any) -> None:
@@ -120,11 +119,11 @@ def _why_not_in_turn(probe: nn.Module, inputs: Mapping[str, Any]) -> Problem | N
 def _compared(
     first: list[Done], probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone, own_code: Container[str] = ()
 ) -> Problem | None:
-    """What is done otherwise.
+    """Returns the first difference between two traced calls as a problem; None without one.
 
     Args:
-        own_code: modules that have a smaller weight; what they do with it does not count, nor do shapes, which are
-            others of what is done to a weight itself.
+        own_code: modules that have a smaller weight. Their own operations do not count, and neither do shapes,
+            which differ where the weight itself is used.
     """
     second = _traced(probe, inputs, gone)
     if isinstance(second, Problem):
@@ -153,7 +152,7 @@ def _refuse_gone(gone: _Gone, tensors: list[torch.Tensor]) -> None:
 
 
 class _Alterations(TorchFunctionMode):
-    """Refuses what is done to a parameter by no operation: a run has noted of it what it was before."""
+    """Refuses changes to a parameter that are no operations: a run relies on what it noted of it before."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -174,7 +173,7 @@ _ALTERING = {
 
 
 class _SizesRead(TorchFunctionMode):
-    """Notes of which parameters something is asked.
+    """Notes the parameters on which any function of torch is called.
 
     Args:
         paths_of: id of a parameter -> path of its module.
@@ -197,11 +196,11 @@ def _names(model: nn.Module) -> _Gone:
 
 
 class StandIn(nn.Module):
-    """Computes what a module does, and is none of its class.
+    """Stands in for a module: it computes the same, but is not of its class.
 
     Args:
-        module: of parameters that nobody else holds.
-        shapes: name of a parameter -> the shape that others see.
+        module: the module, whose parameters nobody else holds.
+        shapes: name of a parameter -> the shape that other code sees.
     """
 
     def __init__(self, module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -224,10 +223,10 @@ class StandIn(nn.Module):
 
 
 def put_stand_ins(probe: nn.Module, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
-    """Has all parameters of a ``meta_copy`` be other tensors, and modules at these paths be of another class.
+    """Replaces all parameters of a ``meta_copy`` by other tensors, and modules at these paths by stand-ins.
 
     Args:
-        shapes: path of such a module -> name of a parameter -> the shape that others see; by default its own.
+        shapes: path of such a module -> name of a parameter -> the shape that other code sees; by default its own.
     """
     new = {
         id(old): nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad) for old in probe.parameters()

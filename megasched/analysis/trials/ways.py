@@ -1,8 +1,8 @@
-"""Ways through a definition's code: which one it goes is decided by values, and by the length of a sequence.
+"""Finds the ways through a definition's code, which values and the length of a sequence decide.
 
-A trial on meta has no values and is short. It goes one way; where the code asks for a value, or for the length, a
-run may go another, with operations that no trial has met. The code is run with other answers, and on sequences
-as long as those of a run. Every way that differs is one more to be analysed.
+A trial on meta has no values and is short. It goes one way. Where the code asks for a value, or for the length, a
+run may go another, with operations that no trial has met. So the code runs with other answers, and on sequences as
+long as those of a run. Every way that differs is one more to be analysed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ type Gathered = Mapping[str, Collection[LeafPath]]
 
 @dataclass(frozen=True)
 class Way:
-    """What makes the code go one way.
+    """Describes the answers and the length that make the code go one way.
 
     Attributes:
-        answers: to questions about values; others are answered as ``ScalarAnswers`` does.
-        length: of a sequence; None for that of a trial.
+        answers: answers to questions about values; ``ScalarAnswers`` answers the others.
+        length: length of a sequence; None for that of a trial.
     """
 
     answers: tuple[tuple[Site, int], ...] = ()
@@ -63,12 +63,12 @@ TRIAL = Way()
 
 @dataclass(frozen=True)
 class Ways:
-    """What was found.
+    """Holds the ways that were found.
 
     Attributes:
-        others: beside the one of a trial.
-        deciding: questions whose answers change what is done: what runs, on what shapes, with which numbers.
-        too_many: questions about which there are more ways than were looked at.
+        others: ways beside that of a trial.
+        deciding: questions whose answers change the operations that run, their shapes or their numbers.
+        too_many: questions with more ways than were looked at.
     """
 
     others: tuple[Way, ...] = ()
@@ -82,12 +82,13 @@ NO_OTHERS = Ways()
 def find_ways(
     model: nn.Module, short: Inputs, inputs_of: InputsOf | None = None, length: int | None = None
 ) -> Ways:
-    """Runs a model with other answers to its questions, and on longer sequences.
+    """Runs a model with other answers to its questions, and on longer sequences, and returns its ways.
 
     Args:
         model: the definition; what runs are copies on meta, each but once, as a forward may change its modules.
         short: arguments of its forward in a trial, on meta.
-        length: of a run's sequences, where that is known.
+        inputs_of: makes such arguments for another length.
+        length: length of a run's sequences, where that is known.
 
     Raises:
         ScheduleError: it does not run on meta.
@@ -111,7 +112,7 @@ class _Search:
         self.looked = 0
 
     def look_at_length(self, length: int) -> None:
-        """Whether such a sequence has other lines run than a short one, and which shorter one has them, too."""
+        """Adds a way if a sequence of this length runs other lines, at the shortest tried length that does."""
         try:
             whole = self._run(Way(length=length))
         except ScheduleError:  # more than it has positions for, which a run will say
@@ -129,7 +130,7 @@ class _Search:
         self._found(Way(length=length), whole)
 
     def look_at_answers(self) -> None:
-        """Every question of every way, answered otherwise."""
+        """Tries other answers to every question of every way."""
         while self.waiting:
             way, base = self.waiting.pop(0)
             for site, kinds in base.code_facts.asked.items():
@@ -170,7 +171,7 @@ class _Search:
 
 
 def _answers(kinds: Collection[torch.dtype | None]) -> tuple[int, ...]:
-    """Other ones than the usual: to how many there are, for a truth, and for a number."""
+    """Returns the unusual answers to a question: to how many there are, for a truth value, and for a number."""
     if None in kinds:
         return (0, 2)
     return (1,) if set(kinds) == {torch.bool} else (1, _LARGE, -_LARGE)
@@ -184,14 +185,14 @@ def what_goes_by_length(
     is_outside: Callable[[str], bool] = lambda path: False,
     places: bool = True,
 ) -> tuple[str, str] | None:
-    """What two runs, of a part of a sequence and of all of it, do otherwise: the module, and the operation.
+    """Returns module and operation of the first difference between runs of a part of a sequence and of the whole.
 
     Args:
-        one, other: what they noted.
+        one, other: the numbers that the two runs noted.
         is_whole: whether the module at a path gets the whole sequence in any case.
-        is_outside: whether it does so before anything runs that is not outside, and after that: code around the
-            layers has a part between them, where places that it counts are none of its tensors'.
-        places: whether what is made of nothing is looked at, too, such as counted places.
+        is_outside: whether the module is outside of the layers. Before and after all inside code it gets the whole
+            sequence. Between inside code it has a part, and places that it counts are none of its tensors'.
+        places: whether tensors made of nothing, such as counted places, are looked at, too.
     """
     whole, outside = cache(is_whole), cache(is_outside)
 
@@ -212,10 +213,10 @@ def what_goes_by_length(
 
 
 def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingProxyType({})) -> list[Numbers]:
-    """What a run of a definition notes of its numbers.
+    """Returns the numbers that a run of a definition notes.
 
     Args:
-        gathered: module -> leaves of what it returns that are whole in any case: nothing of them is noted.
+        gathered: module -> leaves of its output that are whole in any case, and are left aside.
 
     Raises:
         ScheduleError: it does not run on meta with these arguments.
@@ -224,17 +225,16 @@ def numbers_at(model: nn.Module, inputs: Inputs, gathered: Gathered = MappingPro
 
 
 class _TooManyOperations(BaseException):
-    """Ends a run. No error, so nothing that catches errors may catch it."""
+    """Ends a run; as a ``BaseException``, so that no handler of errors catches it."""
 
 
 class _WayRun(ScalarAnswers):
-    """A forward. What happens in attention through HF's registry is left aside.
+    """Runs a forward, without the operations inside of attention through HF's registry.
 
     Attributes:
-        code_facts: its lines, and its questions.
-        done: module, lines, operation, its numbers, and the shapes of what it gives; of a tensor that is made of
-            numbers, the numbers.
-        too_long: it was ended.
+        code_facts: its lines, its numbers and its questions.
+        done: module, lines, name, numbers and output shapes of each operation; of a tensor made of numbers, those.
+        too_long: whether it was ended early.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class _WayRun(ScalarAnswers):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Takes q, k, v [b, heads, s, d]; returns [b, s, heads, d]."""
+        """Stands in for attention: takes q, k, v [b, heads, s, d], and returns [b, s, heads, d]."""
         batch, heads, length, _ = query.shape
         return value.new_empty(batch, length, heads, value.shape[-1]), None
 

@@ -1,4 +1,4 @@
-"""``megasched archs``: the compatibility matrix, as tables for a terminal and for the documentation."""
+"""Prints the compatibility matrix of ``megasched archs``, as tables for a terminal and for the documentation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMAND = "megasched archs --markdown > docs/architectures.md"
 
 
 def print_all(*, as_json: bool, as_markdown: bool) -> None:
-    """Prints all that is known of all architectures: as JSON, as the page of the documentation, or as a table."""
+    """Prints the whole matrix: as JSON, as the page of the documentation, or as a table."""
     if as_json:
         print_json(load_matrix())
     elif as_markdown:
@@ -36,7 +36,7 @@ def print_all(*, as_json: bool, as_markdown: bool) -> None:
 
 
 def print_matrix(console: Console) -> None:
-    """A row for each architecture, a column for each layout."""
+    """Prints a table with a row for each architecture and a column for each layout."""
     matrix = load_matrix()
     table = plain_table("architecture", *LAYOUT_NAMES, *FACTS)
     for model_type, results in matrix["types"].items():
@@ -46,7 +46,7 @@ def print_matrix(console: Console) -> None:
 
 
 def print_architecture(model_type: str, results: dict[str, Any], console: Console) -> None:
-    """Everything that is known of one."""
+    """Prints all results of one architecture."""
     facts = (f"{name} {value}" for name, value in zip(FACTS, _facts(results), strict=True) if value)
     console.print(Text(model_type, "bold"), Text(", ".join(facts), "dim"))
     if "model" in results:
@@ -61,10 +61,10 @@ def print_architecture(model_type: str, results: dict[str, Any], console: Consol
 
 
 def known_results(model_type: str) -> dict[str, Any]:
-    """What the matrix holds of an architecture.
+    """Returns the results of an architecture in the matrix.
 
     Raises:
-        ConfigError: nothing.
+        ConfigError: the matrix has none.
     """
     types = load_matrix()["types"]
     if model_type not in types:
@@ -75,7 +75,7 @@ def known_results(model_type: str) -> dict[str, Any]:
 
 
 def summary(matrix: dict[str, Any]) -> str:
-    """How many architectures pass, by layout."""
+    """Returns how many architectures pass at each layout, and with which versions, in one line."""
     types = matrix["types"].values()
     counts = []
     for name in LAYOUT_NAMES:
@@ -88,7 +88,7 @@ def summary(matrix: dict[str, Any]) -> str:
 
 
 def older(matrix: dict[str, Any]) -> list[str]:
-    """Which architectures were checked with other versions only: a line for each set of versions."""
+    """Returns a line for each set of older versions, with the architectures that were checked with them only."""
     found: dict[str, list[str]] = {}
     for model_type, versions in matrix["older"].items():
         found.setdefault(_told(versions), []).append(model_type)
@@ -100,7 +100,7 @@ def _told(versions: Mapping[str, str]) -> str:
 
 
 def markdown(matrix: dict[str, Any]) -> str:
-    """The page ``docs/architectures.md``."""
+    """Returns the page ``docs/architectures.md``."""
     lines = [
         "# Architectures",
         "",
@@ -133,7 +133,7 @@ def markdown(matrix: dict[str, Any]) -> str:
 
 
 def _reasons(matrix: dict[str, Any], meant: Callable[[str], bool]) -> Iterator[str]:
-    """What is told of outcomes with such verdicts, a line for each architecture and reason."""
+    """Yields a line for each architecture and reason, of the outcomes whose verdicts ``meant`` accepts."""
     for model_type, results in matrix["types"].items():
         reasons: dict[str, list[str]] = {}
         for name, outcome in results.items():
@@ -144,7 +144,7 @@ def _reasons(matrix: dict[str, Any], meant: Callable[[str], bool]) -> Iterator[s
 
 
 def _plain(why: str) -> str:
-    """A reason without what Markdown would take for its own."""
+    """Returns a reason with the characters replaced that Markdown would interpret."""
     return why.replace("|", "/").replace("<", "(").replace(">", ")")
 
 
@@ -158,7 +158,7 @@ def _cell(results: dict[str, Any], name: str) -> Text:
 
 
 def _facts(results: dict[str, Any]) -> tuple[str, ...]:
-    """What ``FACTS`` name."""
+    """Returns a text for each of ``FACTS``, all empty where they are missing."""
     facts = results.get("facts")
     if not facts or "why" in facts:
         return ("",) * len(FACTS)

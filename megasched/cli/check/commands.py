@@ -1,4 +1,4 @@
-"""The commands that compare with Hugging Face: ``megasched verify``, ``new-adapter`` and ``archs``."""
+"""Defines the commands that compare with Hugging Face: ``megasched verify``, ``new-adapter`` and ``archs``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ``megasched new-adapter`` looks in a terminal."""
+"""Prints the result of ``megasched new-adapter`` in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERDICTS = {"equal": "green", "wrong": "red", "refused": "yellow", "failed": "re
 
 
 def print_new_adapter(found: NewAdapter, written: Path | None, console: Console) -> None:
-    """Prints what was found, and the adapter unless it was written to a file; made for 100 columns."""
+    """Prints the findings, and the adapter unless it was written to a file, laid out for 100 columns."""
     cut = f"of its linears {found.planned} are cut by HF's plan, {found.inferred} by what was inferred"
     console.print(f"[bold]{found.model}[/]  {cut}")
     console.print(_need(found))
@@ -36,7 +36,7 @@ def print_new_adapter(found: NewAdapter, written: Path | None, console: Console)
 
 
 def _need(found: NewAdapter) -> str:
-    """Whether an adapter is needed, and what for."""
+    """Returns sentences that say whether an adapter is needed, and for what."""
     if found.installed:
         return (
             f"There is an adapter already: {escape(found.installed)}. This one says what is found without it; "

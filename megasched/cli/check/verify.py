@@ -1,4 +1,4 @@
-"""How ``megasched verify`` looks in a terminal."""
+"""Prints the result of ``megasched verify`` in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megasched.verify.verify import Verification
 
 
 def print_verification(found: Verification, console: Console) -> None:
-    """Prints the verdict, every number, and where it goes wrong; made for 100 columns."""
+    """Prints the verdict, every number, and where the first error lies, laid out for 100 columns."""
     what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
     subject = f"[bold]{escape(found.model)}[/] ({what}) under [bold]{escape(found.schedule)}[/]"
     precision = " in bf16" if found.bf16 else ""

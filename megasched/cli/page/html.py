@@ -1,4 +1,4 @@
-"""``megasched show --html``: a `Page` as one file of HTML that loads nothing."""
+"""Writes a `Page` for ``megasched show --html``, as one file of HTML that loads nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TEMPLATE = "page.html.jinja"
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar.
+    """Represents a stacked bar.
 
     Attributes:
-        total: in words.
-        parts: name, value in words, and share of the longest bar in percent.
+        total: sum of the parts, formatted.
+        parts: name, formatted value, and share of the longest bar in percent.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Busy:
-    """What a lane of the timeline comes to, for those who do not see it."""
+    """Sums up one lane of the timeline in words, for those who do not see it."""
 
     rank: int
     source: str
@@ -51,7 +51,7 @@ def write_page(page: Page, path: Path) -> None:
     """Writes the page whole or not at all.
 
     Raises:
-        ConfigError: it can't be written there.
+        ConfigError: the file can't be written.
     """
     try:
         write_whole(path, [render(page)])
@@ -60,7 +60,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    """The page as text; everything that comes from a model or a file is escaped."""
+    """Returns the page as HTML; everything that comes from a model or a file is escaped."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -95,7 +95,7 @@ def _script_safe(data: Any) -> Any:
 
 
 def _grid(page: Page) -> list[list[Any]]:
-    """[PP][VPP] the stages."""
+    """Returns the stages as [PP][VPP]."""
     layout = page.report.layout
     found = {(stage.pp_rank, stage.vp_stage): stage for stage in page.report.stages}
     return [[found[rank, chunk] for chunk in range(layout.vpp)] for rank in range(layout.pp)]
@@ -141,16 +141,16 @@ def _number(spans: Sequence[Span], kind: str) -> int:
 
 @dataclass
 class TreeLine:
-    """One module, or several that are treated alike.
+    """Represents a line of the module tree: one module, or several that are treated alike.
 
     Attributes:
-        name: as the tree calls it; empty for the model itself.
-        members: layers that it stands for; 0 for one module.
-        kind: how its weight lies over the TP ranks.
-        classes: what it is and becomes.
-        sources: where the schedule asked.
-        facts: what else there is to say.
-        children: below it.
+        name: name in the tree; empty for the model itself.
+        members: number of layers that the line stands for; 0 for one module.
+        kind: how its weight is placed on the TP ranks.
+        classes: class in the definition, and what becomes of it.
+        sources: lines of the schedule that ask for something of it.
+        facts: other facts, a line for each.
+        children: the lines below it.
     """
 
     name: str
@@ -163,14 +163,15 @@ class TreeLine:
 
 
 def module_tree(report: ShowReport) -> TreeLine:
-    """The tree of a report, as deep as it is."""
+    """Returns the module tree of a report, at its full depth."""
     return _line(fold(report.modules), "", show_sources=report.schedule != AUTO)
 
 
 def _line(node: Node, beside: str, *, show_sources: bool) -> TreeLine:
-    """
+    """Returns the line of a node, with the lines below it.
+
     Args:
-        beside: name of the list that the node is in, for a fold of its members.
+        beside: name of the list that contains the node, for a fold of its members.
     """
     first = node.reports[0]
     listed = bool(node.children) and all(child.members for child in node.children)

@@ -1,4 +1,4 @@
-"""What the page of ``megasched show --html`` tells: a report, and its step in time and memory."""
+"""Collects the contents of the page of ``megasched show --html``: a report, and its step in time and memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ TICKS = 10**8  # of the longest step; the page shows no more than some 1,000 pix
 
 @dataclass(frozen=True)
 class Page:
-    """All that the page tells.
+    """Holds all contents of the page.
 
     Attributes:
-        report: as `megasched show` prints it.
-        microbatches: of a step.
-        volumes: what is sent.
-        memory: of each pipeline rank, its parts by name in bytes; empty where it was not predicted.
-        predicted: of one step, by pipeline rank.
-        measured: the same of a recorded one; empty without a trace.
-        unit: of the times: ``s``, or empty where they only compare.
-        notes: what is to be known of the timeline, in sentences.
+        report: the report that `megasched show` prints.
+        microbatches: number of micro-batches in a step.
+        volumes: amounts that ranks send to each other.
+        memory: for each pipeline rank, bytes by part; empty where they were not predicted.
+        predicted: spans of a predicted step, by pipeline rank.
+        measured: spans of a recorded step, by pipeline rank; empty without a trace.
+        unit: unit of the times: ``s``, or empty where they are relative.
+        notes: remarks on the timeline, in sentences.
     """
 
     report: ShowReport
@@ -54,17 +54,17 @@ def build_page(
     predicted: Sequence[Span] = (),
     trace: Path | None = None,
 ) -> Page:
-    """Puts together what is known of a report's step.
+    """Collects what a report, the planner and a trace tell of a step.
 
     Args:
-        global_batch_size: sequences of a step; by default what a trace has, or a few for each pipeline rank.
-        memory: of each pipeline rank, its parts by name in bytes.
-        predicted: spans of a step in seconds, by pipeline rank; by default they are made from the FLOPs of the
-            stages, and only compare.
+        global_batch_size: sequences in a step; by default those of the trace, or a few for each pipeline rank.
+        memory: for each pipeline rank, bytes by part.
+        predicted: spans of a step in seconds, by pipeline rank; by default they are computed from the FLOPs of the
+            stages, and are relative unless a trace gives their scale.
         trace: file of ``--megasched-trace``, of a run at this layout.
 
     Raises:
-        ConfigError: a batch that does not fit the layout, a trace that can't be read or is of another layout.
+        ConfigError: the batch does not fit the layout or trace, or the trace is unreadable or of another layout.
     """
     microbatches = None if global_batch_size is None else _microbatches(report.layout, global_batch_size)
     notes: list[str] = []
@@ -93,7 +93,7 @@ def build_page(
 
 
 def predict_from_flops(report: ShowReport, microbatches: int) -> list[Span]:
-    """A step of the report's layout from its stages' FLOPs; 1 is the forward of an average chunk."""
+    """Returns a step of the report's layout, made from its stages' FLOPs; 1 is the forward of an average chunk."""
     layout = report.layout
     shares = {(stage.pp_rank, stage.vp_stage): stage.flops_share * len(report.stages) for stage in report.stages}
     chunks = [
@@ -120,7 +120,7 @@ def _microbatches(layout: ParallelDims, global_batch_size: int) -> int:
 
 
 def _measured(trace: Trace, path: Path, layout: ParallelDims) -> tuple[list[Span], int, str]:
-    """Spans by pipeline rank, the number of micro-batches, and which they are in words."""
+    """Returns the spans of the last recorded step by pipeline rank, its number of micro-batches, and a note."""
     pipeline = {rank: p.pp for rank, p in trace.places.items() if (p.tp, p.dp, p.cp) == (0, 0, 0)}
     iteration = max(trace.iterations)
     spans = [replace(s, rank=pipeline[s.rank]) for s in trace.iterations[iteration] if s.rank in pipeline]
@@ -138,19 +138,19 @@ def _measured(trace: Trace, path: Path, layout: ParallelDims) -> tuple[list[Span
 
 
 def _as_much_work(predicted: Sequence[Span], measured: Sequence[Span]) -> list[Span]:
-    """Predicted spans on a scale on which they add up to the measured forwards and backwards."""
+    """Returns the predicted spans on a scale on which they add up to the measured forwards and backwards."""
     total = sum(span.seconds for span in measured if span.kind in ("forward", "backward"))
     scale = total / sum(span.seconds for span in predicted)
     return [replace(span, start=scale * span.start, end=scale * span.end) for span in predicted]
 
 
 def timeline_data(predicted: Sequence[Span], measured: Sequence[Span], unit: str) -> dict[str, Any]:
-    """Spans as the page's script reads them: whole numbers, small enough for 100,000s of spans.
+    """Returns the spans as the page's script reads them: whole numbers, small enough for 100,000s of spans.
 
     Returns:
         ``kinds``, ``unit``, ``end`` and ``tick`` in units, ``names`` of spans, and ``lanes``: pipeline rank,
         source and 6 numbers for each span, one after the other: kind, micro-batch, chunk (-1 for none), ticks
-        since the end of the one before, ticks that it takes, and name.
+        since the end of the span before, duration in ticks, and index of the name.
     """
     end = max((span.end for span in (*predicted, *measured)), default=0.0)
     tick = end / TICKS or 1.0

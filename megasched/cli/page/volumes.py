@@ -1,4 +1,4 @@
-"""How much a step sends between ranks because of the layout, as far as the shapes in a report tell."""
+"""Computes how much a step sends between ranks because of the layout, as far as a report's shapes tell."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Volume:
-    """One kind of operation between ranks.
+    """Represents one kind of operation between ranks.
 
     Attributes:
-        group: of ranks that take part.
-        what: modules it belongs to, indices of layers as ``*``; or what is sent.
+        group: group of ranks that take part.
+        what: modules to which it belongs, with ``*`` for indices of layers; or the tensor that is sent.
         op: e.g. ``all_reduce``.
         phase: ``forward``, ``backward`` or ``step``.
-        times: in the whole model, a micro-batch (a step for the phase ``step``).
-        values: numbers in the tensor of one operation; None where the shapes do not tell.
+        times: number of operations in the whole model, for a micro-batch (for a step in the phase ``step``).
+        values: number of values in the tensor of one operation; None where the shapes do not tell.
     """
 
     group: Literal["TP", "PP", "DP"]
@@ -37,12 +37,12 @@ class Volume:
 
     @property
     def bytes(self) -> int | None:
-        """Of all times together, at 16 bits a value."""
+        """Returns the bytes of all operations together, at 16 bits a value; None where the shapes do not tell."""
         return None if self.values is None else self.times * self.values * BYTES_16_BITS
 
 
 def describe_volumes(report: ShowReport) -> list[Volume]:
-    """What is sent over the groups of TP, PP and DP; what experts and context parallelism send is not counted."""
+    """Returns what is sent over the groups of TP, PP and DP, without that of experts and context parallelism."""
     return [*_tensor_parallel(report), *_pipeline(report), *_data_parallel(report)]
 
 
@@ -62,12 +62,12 @@ def _tensor_parallel(report: ShowReport) -> list[Volume]:
 
 
 def _tokens(report: ShowReport) -> int:
-    """Of a micro-batch on one CP rank."""
+    """Returns the number of tokens in a micro-batch on one CP rank."""
     return report.sequence_length * report.layout.micro_batch_size // report.layout.cp
 
 
 def _features(modules: dict[str, ModuleReport], module: ModuleReport, transfer: Transfer) -> int | None:
-    """Width of the tensor that is sent, from the weight that reads or makes it."""
+    """Returns the width of the tensor that is sent, from the weight that reads or makes it; None without one."""
     path = f"{module.path}.{transfer.shared_by[0]}" if transfer.shared_by else module.path
     weight = next((p for p in modules[path].parameters if len(p.shape) == 2), None) if path in modules else None
     if weight is None:
@@ -77,7 +77,7 @@ def _features(modules: dict[str, ModuleReport], module: ModuleReport, transfer: 
 
 
 def _sides(weight: ParameterReport, embedding: bool) -> tuple[int, int]:
-    """(in, out) of a weight, which HF keeps as [out, in], ``Conv1D`` and embeddings as [in, out]."""
+    """Returns (in, out) of a weight, which HF keeps as [out, in], but ``Conv1D`` and embeddings as [in, out]."""
     first, second = weight.shape
     return (first, second) if embedding or weight.transposed else (second, first)
 

@@ -1,4 +1,4 @@
-"""What ``megasched plan --calibrate`` does around the measuring: which GPU and ranks, the file, the table."""
+"""Calibrates a machine for ``megasched plan --calibrate``: picks GPU and ranks, writes file and table."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from megasched.planner.hardware.hardware_file import hardware_text
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of a machine, beside what a known type says.
+    """Holds the measured figures of a machine, beside those of a known type.
 
     Attributes:
-        base: the type or file that gives what was not measured.
-        before: what it says.
-        hardware: what is so here.
-        measured: figures of it that were measured, as the file has them (``node.efficiency``).
+        base: the type or file that gives the figures that were not measured.
+        before: the figures of the base.
+        hardware: the figures of this machine.
+        measured: names of the measured figures, as in the file (``node.efficiency``).
     """
 
     base: str
@@ -44,14 +44,14 @@ class Calibration:
 
 
 def calibrate_command(path: Path, gpu: str | None, *, as_json: bool) -> None:
-    """Measures this machine, writes the file and prints what was found; rank 0 does, of several.
+    """Measures this machine, writes the file and prints the figures; of several ranks, rank 0 writes and prints.
 
     Args:
-        path: of the TOML file; replaced if it is there.
-        gpu: a known type or a TOML file, for the peaks; None for the type that this GPU is of.
+        path: path of the TOML file, which is replaced if it exists.
+        gpu: a known type or a TOML file, for the peaks; None for the type of this GPU.
 
     Raises:
-        ConfigError: there is no GPU, something is faster than its peak, or a file can't be used.
+        ConfigError: there is no GPU, a measurement is faster than its peak, or a file can't be used.
     """
     check_path(path)
     world = read_world(os.environ)
@@ -67,10 +67,10 @@ def calibrate_command(path: Path, gpu: str | None, *, as_json: bool) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Before anything is measured.
+    """Checks the name and the folder of the file, before anything is measured.
 
     Raises:
-        ConfigError: it could not be written, or not be read by ``--gpu``.
+        ConfigError: the folder is missing, or the name does not end in ``.toml``, by which ``--gpu`` knows a file.
     """
     if path.suffix != ".toml":
         raise ConfigError(f"--calibrate {path}: the name must end in .toml, by which --gpu knows a file")
@@ -79,10 +79,10 @@ def check_path(path: Path) -> None:
 
 
 def own_gpu(world: World) -> torch.device:
-    """The GPU of this process, from here on the current one.
+    """Makes the GPU of this process the current one, and returns it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no GPU for it.
     """
     if not torch.cuda.is_available():
         raise ConfigError("--calibrate measures a GPU, and there is none here")
@@ -105,14 +105,14 @@ def calibrate(
     sizes: Sizes,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Calibration:
-    """Measures; to be called on all ranks, of which a process group is there when they are several.
+    """Measures the machine; all ranks must call it, in a process group if there are several.
 
     Args:
-        base: a known type or a TOML file, for what is not measured.
-        on_step: called with what is measured next.
+        base: a known type or a TOML file, for the figures that are not measured.
+        on_step: called with the name of each measurement before it begins.
 
     Raises:
-        ConfigError: something is faster than its peak, or there is no such type.
+        ConfigError: a measurement is faster than its peak, or there is no such type.
     """
     before = load_hardware(base)
     if world.size > 1:
@@ -128,10 +128,10 @@ def calibrate(
 
 
 def write_calibration(found: Calibration, path: Path, world: World) -> None:
-    """Writes what ``--gpu`` reads.
+    """Writes the TOML file that ``--gpu`` reads.
 
     Raises:
-        ConfigError: it can't be written there; what was there stays.
+        ConfigError: the file can't be written; an earlier one stays.
     """
     text = hardware_text(found.hardware, found.measured, found.base, _head(found, world))
     try:
@@ -154,7 +154,7 @@ def _head(found: Calibration, world: World) -> list[str]:
 
 @contextmanager
 def _joined(world: World, device: torch.device) -> Iterator[None]:
-    """The process group of all ranks, where there are several."""
+    """Runs its body in a process group of all ranks, where there are several."""
     if world.size == 1:
         yield
         return
@@ -183,7 +183,7 @@ def _print(found: Calibration, path: Path, as_json: bool) -> None:
 
 
 def print_calibration(found: Calibration) -> None:
-    """What was measured, beside what the base says."""
+    """Prints the measured figures, beside those of the base."""
     table = Table(box=None, pad_edge=False)
     for heading in (found.hardware.name, "measured", found.base):
         table.add_column(heading, justify="left" if heading == found.hardware.name else "right")
@@ -194,7 +194,7 @@ def print_calibration(found: Calibration) -> None:
 
 
 def figure(hardware: Hardware, name: str) -> Any:
-    """By its name in the file."""
+    """Returns a figure of the hardware by its name in the file."""
     if name == "node.gpus":
         return hardware.gpus_per_node
     link, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The commands that look for what is fastest: ``megasched plan`` by prediction, ``megasched tune`` by runs."""
+"""Defines the commands that look for the fastest setup: ``megasched plan`` by prediction, ``tune`` by runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megasched.errors import ConfigError
 
 
 def _calibrate(context: typer.Context, path: Path | None) -> None:
-    """Measures instead of planning, and ends the command.
+    """Measures this machine instead of planning, and ends the command.
 
-    Options that are given are handled before those that are missing, and eager ones before all: so ``--gpu`` and
-    ``--json`` are known here, and nobody has asked for ``--hf-model`` yet.
+    Options that are given are handled before missing ones, and eager ones before all others. So the values of
+    ``--gpu`` and ``--json`` are already set, and the missing ``--hf-model`` has not been reported yet.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""``megasched plan``: the search of the planner, its progress, and how what it found looks in a terminal."""
+"""Runs ``megasched plan``: the search of the planner with its progress, and the printing of its result."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 
 
 def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = None, **options: Any) -> bool:
-    """Plans and prints; whether anything fits.
+    """Plans a job, prints the result, and returns whether any layout fits.
 
     Args:
-        html: a page of the fastest layout is written there.
-        options: of ``planner.plan.plan``.
+        html: file for a page about the fastest layout.
+        options: keyword arguments of ``planner.plan.plan``.
 
     Raises:
-        ConfigError: whatever can't be used as given.
+        ConfigError: an argument can't be used as given.
     """
     status = Console(stderr=True).status("planning")
     with status, warnings.catch_warnings(), json_only(as_json):
@@ -51,7 +51,7 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
 
 
 def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> None:
-    """Of the fastest layout, with its predicted memory and its step in seconds."""
+    """Writes the page of the fastest layout, with its predicted memory and its step in seconds."""
     best = report.fitting[0]
     assert best.time is not None
     shown = inspect_schedule(
@@ -72,7 +72,7 @@ def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> N
 
 
 def print_plan(report: PlanReport, console: Console, top: int) -> None:
-    """Prints the fastest layouts, the best one's memory and command, and why others are out."""
+    """Prints the fastest layouts, the best one's memory and command, and why other layouts are out."""
     job = report.job
     bits = "bf16" if job.fp8 is None else f"8 bits ({job.fp8.fp8_recipe})"
     console.print(

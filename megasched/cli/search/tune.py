@@ -1,4 +1,4 @@
-"""``megasched tune``: from the command line to the winning flags."""
+"""Runs ``megasched tune``, from the command line to the winning flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnEnd = Callable[[Tuning], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command, as ``megasched tune --help`` explains them."""
+    """Holds the options of the command, as ``megasched tune --help`` explains them."""
 
     sampler: str
     trials: int | None
@@ -49,13 +49,13 @@ class Settings:
 
 
 def tune_command(space_file: Path, command: Sequence[str], settings: Settings, *, as_json: bool) -> int:
-    """Searches, and prints what was found.
+    """Searches for the fastest flags, and prints the result.
 
     Returns:
         0 if there is a winner, 1 if no trial ran to its end, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: whatever can't be used as given.
+        ConfigError: an argument can't be used as given.
     """
     with json_only(as_json):
         space = load_space(space_file)
@@ -80,14 +80,14 @@ def tune_command(space_file: Path, command: Sequence[str], settings: Settings, *
 
 
 def _check_program(program: str, *, slurm: bool) -> None:
-    """A program that is not there would end each trial in the same way."""
+    """Raises ``ConfigError`` if the program does not exist, since each trial would end in the same way."""
     needed = "sbatch" if slurm else program
     if shutil.which(needed) is None:
         raise ConfigError(f"{needed}: no such program; trials run the command that stands after `--`")
 
 
 def _search(space: Space, command: Sequence[str], settings: Settings, console: Console) -> tuple[Tuning, bool]:
-    """What was found, and whether Ctrl-C ended it."""
+    """Runs the search, and returns its result and whether Ctrl-C ended it."""
     if settings.sampler not in SAMPLERS:
         raise ConfigError(f"--sampler {settings.sampler}: there are {', '.join(SAMPLERS)}")
     first = read_warm_start(settings.warm_start, space) if settings.warm_start else []
@@ -113,7 +113,7 @@ def _runner(command: Sequence[str], space: Space, settings: Settings) -> Command
 
 
 def to_dict(tuning: Tuning, best: Sequence[str], plots: Sequence[str]) -> dict[str, Any]:
-    """What ``--json`` prints; ``command`` is the winner's."""
+    """Returns what ``--json`` prints; ``command`` is that of the best trial."""
     trials = [{"number": t.number, "point": t.point, **asdict(t.result)} for t in tuning.trials]
     winner = next((trial for trial in trials if tuning.best and trial["number"] == tuning.best.number), None)
     return {
@@ -127,9 +127,9 @@ def to_dict(tuning: Tuning, best: Sequence[str], plots: Sequence[str]) -> dict[s
 
 @contextmanager
 def watch(console: Console, space: Space, trials: int) -> Iterator[tuple[OnStart, OnEnd]]:
-    """Shows how far the search is; yields what `tune` calls before and after each trial.
+    """Shows the progress of the search; yields the functions that `tune` calls before and after each trial.
 
-    A table on a terminal; elsewhere (a log) a line for each trial.
+    On a terminal it shows a table; elsewhere (a log) it prints a line for each trial.
     """
     if not console.is_terminal:
 
@@ -156,10 +156,10 @@ def _line(trial: Trial) -> str:
 
 
 def table(space: Space, tuning: Tuning, trials: int, now: dict[str, Any] | None = None) -> Table:
-    """The last trials and the best one.
+    """Returns a table of the last trials and the best one.
 
     Args:
-        trials: that are made in all.
+        trials: number of all trials to make.
         now: the point that is being tried.
     """
     left = tuning.points - tuning.ruled_out
@@ -192,16 +192,16 @@ def _values(space: Space, point: dict[str, Any]) -> list[str]:
 
 
 def readable(value: Any) -> str:
-    """A value as it stands in a table."""
+    """Returns a value as text for a table."""
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
 
 
 def print_winner(tuning: Tuning, command: Sequence[str], plots: Sequence[str], console: Console) -> None:
-    """What was found, as a command to copy.
+    """Prints the result of the search, with the best command to copy.
 
     Args:
-        command: of the best trial, without what made it a trial.
-        plots: paths.
+        command: command of the best trial, without what made it a trial.
+        plots: paths of the plots.
     """
     outcomes = [trial.result.outcome for trial in tuning.trials]
     told = ", ".join(f"{outcomes.count(one)} {one}" for one in COLOURS if one in outcomes)

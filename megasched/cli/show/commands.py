@@ -1,4 +1,4 @@
-"""The commands that say what a schedule is and does: ``megasched primitives``, ``show`` and ``explain``."""
+"""Defines the commands that tell what a schedule is and does: ``megasched primitives``, ``show``, ``explain``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent over the TP group because of the shards, module by module, as the plan and the lowering have it."""
+"""Finds what each module sends over the TP group because of the shards, from the plan and the lowering."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megasched.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Transfer:
-    """One operation over the TP group.
+    """Represents one operation over the TP group.
 
     Attributes:
         phase: ``forward`` or ``backward``.
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``scatter``.
         tensor: ``input`` or ``output`` of the module; in the backward pass, the gradient of it.
-        shared_by: the linears below that one operation serves together, relative to the module; mostly empty.
+        shared_by: paths, below the module, of the linears that one operation serves together; mostly empty.
     """
 
     phase: Literal["forward", "backward"]
@@ -27,10 +27,10 @@ class Transfer:
 
 
 def transfers(plan: Plan) -> dict[str, list[Transfer]]:
-    """Module path -> what it sends; empty at TP 1.
+    """Returns the operations of each module over the TP group, by module path; empty at TP 1.
 
-    Linears that read the same activation inside one module share what they would send for it: the transfer
-    then stands at that module (see ``layers/regions.py`` and ``layers/fused_columns.py``).
+    Linears that read the same activation inside one module share one operation for it, which is listed at that
+    module (see ``layers/regions.py`` and ``layers/fused_columns.py``).
     """
     if plan.layout.tp == 1:
         return {}
@@ -57,7 +57,7 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
 
 
 def _of_whole_region(plan: Plan, path: str) -> list[Transfer]:
-    """Of a module that is entered as a region and has no columns in it (``layers/regions.py``)."""
+    """Returns the operations of a module that is a region without columns in it (``layers/regions.py``)."""
     split = plan.splits_sequence(path)
     syncs = {"fwd_pre": "all_gather", "bwd_post": "reduce_scatter"} if split else {"bwd_post": "all_reduce"}
     return _of_input({"fwd_pre": None, **syncs})

@@ -1,4 +1,4 @@
-"""``megasched show --diff``: what one schedule does to a model otherwise than another, and how it is printed."""
+"""Compares two schedules of a model for ``megasched show --diff``, and prints the differences."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
 @dataclass(frozen=True)
 class Change:
-    """Modules that the two schedules treat in different ways, layers folded.
+    """Represents one difference between two schedules, with layers folded.
 
     Attributes:
-        paths: e.g. ``model.layers.0-3.mlp``.
-        what: the respect in which.
-        first, second: what each does.
+        paths: modules that the schedules treat in different ways, e.g. ``model.layers.0-3.mlp``; or a stage.
+        what: the aspect in which they differ.
+        first, second: what each schedule does.
     """
 
     paths: str
@@ -36,13 +36,13 @@ class Change:
 
 @dataclass(frozen=True)
 class ShowDiff:
-    """Two schedules of one model at one layout.
+    """Holds the differences between two schedules of one model at one layout.
 
     Attributes:
-        first, second: as they were named.
-        calls_of_first, calls_of_second: calls that only one makes, layers folded.
-        changes: modules that come out otherwise.
-        stages: pipeline stages that have other layers: what each has.
+        first, second: the names of the schedules, as given.
+        calls_of_first, calls_of_second: calls that only one schedule makes, layers folded.
+        changes: modules with different results.
+        stages: pipeline stages with different layers, and the layers of each schedule.
     """
 
     first: str
@@ -54,16 +54,16 @@ class ShowDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both do the same to every module, whatever they were asked for."""
+        """Returns whether both schedules do the same to every module, even if their calls differ."""
         return not self.changes and not self.stages
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the differences as plain data for JSON."""
         return {"same": self.same, **asdict(self)}
 
 
 def compare_reports(first: ShowReport, second: ShowReport) -> ShowDiff:
-    """What the second schedule does otherwise than the first; of the same model at the same layout."""
+    """Returns how the second schedule differs from the first; both are of the same model at the same layout."""
     calls = [[(record.path, str(record)) for record in report.records] for report in (first, second)]
     return ShowDiff(
         first.schedule,
@@ -88,7 +88,7 @@ def _changes(first: Iterable[ModuleReport], second: Iterable[ModuleReport]) -> t
 
 
 def _aspects(module: ModuleReport) -> dict[str, str]:
-    """What is done to a module, in words, by the respect in which; what is not done is left out."""
+    """Returns what is done to a module, as aspect -> words; aspects without any effect are left out."""
     found = {
         "runs as": module.becomes,
         "sends": "; ".join(_sent(transfer) for transfer in module.transfers),
@@ -120,7 +120,7 @@ def _stage_changes(first: ShowReport, second: ShowReport) -> tuple[Change, ...]:
 
 
 def _folded_calls(calls: Iterable[tuple[str, str]], others: set[tuple[str, str]]) -> tuple[str, ...]:
-    """Calls that are not among the others, those that differ by their layer alone as one."""
+    """Returns the calls that are not among the others, folding those that differ only in their layer."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, call in calls:
         if (path, call) not in others:
@@ -135,7 +135,7 @@ def _pattern(path: str) -> str:
 
 
 def _folded(paths: list[str]) -> str:
-    """Paths that differ in their first index alone, as one: ``model.layers.0-3.mlp``."""
+    """Returns paths that differ only in their first index as one path: ``model.layers.0-3.mlp``."""
     indices = [int(found[1]) for path in paths if (found := _INDEX.search(path))]
     if len(paths) == 1 or len(indices) != len(paths):
         return paths[0]
@@ -143,7 +143,7 @@ def _folded(paths: list[str]) -> str:
 
 
 def print_diff(diff: ShowDiff, console: Console) -> None:
-    """Prints what the second schedule does otherwise than the first, as ``-`` and ``+``; made for 100 columns."""
+    """Prints what the two schedules do differently, as ``-`` and ``+`` lines, laid out for 100 columns."""
     console.print(Text.assemble(("- ", "red"), diff.first, "\n", ("+ ", "green"), diff.second))
     if diff.calls_of_first or diff.calls_of_second:
         console.print(Text("\ncalls that only one makes", "bold"))

@@ -1,4 +1,4 @@
-"""``megasched explain``: every decision on a model's parameters, and what context parallelism does."""
+"""Explains for ``megasched explain`` every decision on a model's parameters, and context parallelism."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megasched.trainer.session import open_session
 
 @dataclass(frozen=True)
 class Explanation:
-    """All decisions for one model at one layout, in the order of the definition's parameters.
+    """Holds all decisions for one model at one layout, in the order of the definition's parameters.
 
     Attributes:
-        context: what context parallelism does, in words; empty without.
-        without_rule: operators that no rule is known of, and that are handed whole tensors for it.
-        unchecked_options: as ``ShowReport`` has them.
-        check: the command that would check them.
-        loss: what is to be said of a loss that the definition's own code computes; empty where a run does.
+        context: what context parallelism does, in words; empty without it.
+        without_rule: lines on operators without a registered rule, which therefore take whole tensors.
+        unchecked_options: see ``ShowReport``.
+        check: the command that would check these options.
+        loss: remark on a loss that the definition's own code computes; empty where it does not.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Explanation:
     loss: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the explanation as plain data for JSON."""
         decisions = [asdict(decision) for decision in self.decisions]
         return {
             "model": self.model,
@@ -64,13 +64,13 @@ def explain_schedule(
     trust_remote_code: bool = False,
     objective: str | None = None,
 ) -> Explanation:
-    """Plans a schedule as a run would and tells of every parameter why it lies as it does.
+    """Plans a schedule as a run would, and explains the placement of every parameter.
 
     Args:
         sequence_length: ``--seq-length`` of the run; by default 4096, or all that the model has positions for.
 
     Raises:
-        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+        ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
     session = open_session(
         schedule,
@@ -97,7 +97,7 @@ def explain_schedule(
 
 
 def context_lines(plan: Plan) -> tuple[str, ...]:
-    """What context parallelism does, layers folded."""
+    """Returns sentences on what context parallelism does, with layers folded; empty without it."""
     if plan.sequence is None:
         return ()
     lines = [f"each CP rank runs the definition on 2 of {2 * plan.layout.cp} pieces of a sequence"]
@@ -109,7 +109,7 @@ def context_lines(plan: Plan) -> tuple[str, ...]:
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
-    """Prints a few lines a parameter; made for 100 columns."""
+    """Prints a few lines for each parameter, laid out for 100 columns."""
     console.print(Text.assemble((explanation.model, "bold"), f" on {explanation.layout}\n"))
     told = [*explanation.context, *explanation.without_rule, *explanation.loss]
     if explanation.unchecked_options:

@@ -1,4 +1,4 @@
-"""The module tree of a report, with layers that are treated alike folded into one."""
+"""Builds the module tree of a report, with layers that are treated alike folded into one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megasched.plan.decisions import fold_indices
 
 @dataclass
 class Node:
-    """One line of the tree.
+    """Represents one line of the tree.
 
     Attributes:
-        name: last part of the path; of a fold, the indices: ``0-3``.
-        reports: of every module folded into it, in their order.
-        children: in the order of the definition.
-        members: children of one list that it stands for; 0 for what is no child of a list.
-        like: where it is a fold of layers: an earlier one, of another stage, that is treated alike; where its
-            parent is one: an earlier fold in which the same child is treated alike; or empty.
+        name: last part of the path; for a fold, the indices: ``0-3``.
+        reports: reports of every module folded into it, in their order.
+        children: nodes below it, in the order of the definition.
+        members: number of children of one list that it stands for; 0 for a module outside of lists.
+        like: for a fold of layers, an earlier fold, of another stage, that is treated alike; for a child of a
+            fold, an earlier fold in which the same child is treated alike; otherwise empty.
     """
 
     name: str
@@ -31,17 +31,17 @@ class Node:
 
     @property
     def sources(self) -> list[str]:
-        """Where the schedule asked for something of these modules, each place once; cuts are told by stage."""
+        """Returns each place where the schedule asked for something of these modules; stages tell the cuts."""
         asked = (asked for report in self.reports for asked in report.asked)
         return list(dict.fromkeys(a.source for a in asked if a.primitive != CUT))
 
 
 def fold(reports: Sequence[ModuleReport], *, by_stage: bool = False) -> Node:
-    """The tree of these modules; children with numbers for names are folded where they are treated alike.
+    """Returns the tree of these modules; children with numbers for names are folded where they are treated alike.
 
     Args:
-        reports: parents before children, as ``describe_modules`` gives them.
-        by_stage: fold only what lives on the same pipeline stages.
+        reports: parents before children, as ``describe_modules`` returns them.
+        by_stage: whether to fold only modules that live on the same pipeline stages.
     """
     nodes = {report.path: Node(report.path.rpartition(".")[2], [report]) for report in reports}
     for path, node in nodes.items():
@@ -70,7 +70,7 @@ def _treatment(node: Node) -> tuple[Any, ...]:
 
 
 def _compare(folds: list[Node]) -> None:
-    """Says of each fold, and of each child of one, which fold before it has the same."""
+    """Sets ``like`` of each fold, and of each child of one, to the first earlier fold that is treated alike."""
     seen: dict[Any, str] = {}
     for node in folds:
         for name, same in (("", node), *((child.name, child) for child in node.children)):

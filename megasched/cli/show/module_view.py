@@ -1,4 +1,4 @@
-"""How a module looks in the tree of ``megasched show``: what it is and becomes, and what else changes."""
+"""Formats a module for the tree of ``megasched show``: its class, what becomes of it, and what else changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModuleLines:
     """Writes modules into a rich tree.
 
     Args:
-        show_sources: name the lines of the schedule that asked.
+        show_sources: whether to name the lines of the schedule that asked for something.
     """
 
     def __init__(self, *, show_sources: bool) -> None:
@@ -40,13 +40,13 @@ class ModuleLines:
     def add(
         self, tree: Tree, node: Node, name: str, depth: int, *, beside: str = "", notes: Iterable[str] = ()
     ) -> None:
-        """Adds a module and all below it.
+        """Adds a module and all modules below it.
 
         Args:
-            name: what to call it.
-            depth: of the new line; lines are shorter further in.
-            beside: name of the list that the node is in, or is a fold of.
-            notes: more to say of it.
+            name: the name to print.
+            depth: depth of the new line; lines are shorter further in.
+            beside: name of the list that contains the node, or of which it is a fold.
+            notes: further remarks on the module.
         """
         if node.members and node.like:
             tree.add(self.as_before(node, name, beside))
@@ -59,7 +59,7 @@ class ModuleLines:
             self.add_children(branch, node, depth + 1, beside)
 
     def add_children(self, tree: Tree, node: Node, depth: int, beside: str = "") -> None:
-        """Adds what is below a node."""
+        """Adds the modules below a node."""
         for child in node.children:
             if child.children and all(grandchild.members for grandchild in child.children):
                 self._add_list(tree, child, depth)
@@ -69,14 +69,14 @@ class ModuleLines:
                 self.add(tree, child, child.name, depth, beside=beside)
 
     def _add_list(self, tree: Tree, node: Node, depth: int) -> None:
-        """A ``ModuleList`` is no line of its own; what is to be said of it stands at its first members."""
+        """Adds the members of a ``ModuleList``, which has no own line: its notes stand at its first members."""
         notes = node.reports[0].notes
         for group in node.children:
             self.add(tree, group, f"{node.name}.{group.name}", depth, beside=node.name, notes=notes)
             notes = ()
 
     def label(self, node: Node, name: str, depth: int, notes: Iterable[str] = ()) -> Text:
-        """A module alone: its class and, where there is room, its parameters; then a line for each fact."""
+        """Returns the text of one module: its class, its parameters if there is room, and a line for each fact."""
         report = node.reports[0]
         text = Text(f"{name}  " if name else "", "bold")
         if node.members > 1:
@@ -93,7 +93,7 @@ class ModuleLines:
         return text
 
     def as_before(self, node: Node, name: str, beside: str) -> Text:
-        """Layers that are treated as those of an earlier stage."""
+        """Returns the text of layers that are treated like those of an earlier stage."""
         text = Text(f"{name}  ", "bold")
         if node.members > 1:
             text.append(f"×{node.members}  ", "bold yellow")
@@ -101,7 +101,7 @@ class ModuleLines:
 
 
 def classes(report: ModuleReport) -> str:
-    """What a module is and becomes, in a few words."""
+    """Returns the class of a module and what becomes of it, in a few words."""
     if not report.hf_class:
         return f"{report.becomes} (new)"
     if report.becomes != report.hf_class:
@@ -110,14 +110,14 @@ def classes(report: ModuleReport) -> str:
 
 
 def places(sources: list[str]) -> str:
-    """Where the schedule asked, file names and lines; some of them where there are many."""
+    """Returns where the schedule asked, as file names and lines; an ellipsis stands for all but the first few."""
     places = (source.rpartition(":") for source in sources[:SOURCES_SHOWN])
     shown = [f"{Path(file).name}:{line}" for file, _, line in places]
     return ", ".join([*shown, "…"] if len(sources) > SOURCES_SHOWN else shown)
 
 
 def lines(report: ModuleReport) -> list[str]:
-    """What else there is to say of a module: its parameters, what it sends, notes and calls."""
+    """Returns the other facts about a module: its parameters, what it sends, notes and calls."""
     found = _parameter_lines(report)
     found += [_sent(report, tensor) for tensor in ("input", "output")]
     found += ["recomputed in the backward pass"] if report.recompute else []
@@ -127,14 +127,14 @@ def lines(report: ModuleReport) -> list[str]:
 
 
 def _parameter_lines(report: ModuleReport) -> list[str]:
-    """Short ones on one line."""
+    """Returns the parameters of a module, on one line if they are short."""
     parameters = [_parameter(parameter) for parameter in report.parameters]
     line = ", ".join(parameters)
     return [line] if parameters and len(line) <= LINE else parameters
 
 
 def _sent(report: ModuleReport, tensor: str) -> str:
-    """``input: all_gather forward, reduce_scatter backward (once for gate_proj, up_proj)``."""
+    """Returns what a module sends, e.g. ``input: all_gather forward (once for gate_proj, up_proj)``, or ""."""
     found = [transfer for transfer in report.transfers if transfer.tensor == tensor]
     if not found:
         return ""

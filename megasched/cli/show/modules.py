@@ -1,4 +1,4 @@
-"""What a schedule makes of each module of a definition: one row of facts a module."""
+"""Describes what a schedule makes of each module of a definition, with one report for each module."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter of a module.
+    """Describes one parameter of a module.
 
     Attributes:
-        name: in its module, e.g. ``weight``.
+        name: name in its module, e.g. ``weight``.
         shape: global shape in the HF checkpoint.
         local_shape: shape on one TP rank, padding included.
-        padded: rows of a vocabulary after padding; None without any.
-        components: sizes of packed projections that are cut one by one; mostly empty.
-        transposed: the rank holds it transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
-        partial_gradient: each TP rank computes a part of its gradient, and the parts are summed.
-        tied_to: full name of the parameter that this one is, under another name; None for its own.
+        padded: rows of a vocabulary after padding; None without padding.
+        components: sizes of packed projections that are sharded one by one; mostly empty.
+        transposed: whether the rank holds it transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
+        partial_gradient: whether each TP rank computes a part of its gradient, and the parts are summed.
+        tied_to: full name of the parameter to which it is tied; None for a parameter of its own.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class Asked:
-    """A primitive call that concerns a module: the call as text, and the ``file:line`` it stands at."""
+    """Represents a primitive call that concerns a module: the call as text, and its ``file:line``."""
 
     primitive: str
     call: str
@@ -57,20 +57,20 @@ class Asked:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """One module.
+    """Describes one module under a schedule.
 
     Attributes:
-        path: in the definition; empty for the model itself.
-        hf_class: class in the definition; empty for a module that a replacement brought along.
-        becomes: class that runs, or why the module stays whole.
-        kind: how its weight lies over the TP ranks.
-        parameters: its own ones, not those of its children.
-        transfers: what it sends over the TP group.
-        recompute: its activations are computed again in the backward pass.
+        path: path in the definition; empty for the model itself.
+        hf_class: class in the definition; empty for a module that a replacement adds.
+        becomes: class that runs, or a few words on what runs.
+        kind: how its weight is placed on the TP ranks.
+        parameters: its direct parameters, without those of its children.
+        transfers: its operations over the TP group.
+        recompute: whether its activations are computed again in the backward pass.
         notes: what else changes.
         asked: the schedule's calls on it.
-        calls: of it in one forward; more than one where layers run in loops, or are shared.
-        stages: pipeline stages that it lives on, of a container those of what is in it; `place_modules` fills it.
+        calls: number of its calls in one forward; more than one where layers run in loops, or are shared.
+        stages: pipeline stages that it lives on, for a container those of its contents; `place_modules` fills it.
     """
 
     path: str
@@ -86,7 +86,7 @@ class ModuleReport:
     stages: tuple[int, ...] = ()
 
     def treatment(self) -> tuple[Any, ...]:
-        """Everything but where it stands and who asked: equal for modules that are treated alike."""
+        """Returns what is equal for modules that are treated alike: all but the path, sources, stages and cuts."""
         calls = tuple(asked.call for asked in self.asked if asked.primitive != CUT)
         return (
             *(self.hf_class, self.becomes, self.kind, self.parameters),
@@ -95,12 +95,12 @@ class ModuleReport:
 
 
 def describe_modules(session: Session) -> list[ModuleReport]:
-    """Modules with parameters of their own or something to say of them, and those around them.
+    """Returns the modules with direct parameters or anything else to report, and the modules around them.
 
-    In the order of the module tree. Nothing is materialised.
+    They are in the order of the module tree. Nothing is materialised.
 
     Raises:
-        ScheduleError: with every problem of the schedule.
+        ScheduleError: the schedule has problems; the message lists all of them.
     """
     view = _View(session)
     reports = {path: view.describe(path, module) for path, module in session.replaced.named_modules()}
@@ -112,7 +112,7 @@ def describe_modules(session: Session) -> list[ModuleReport]:
 
 
 class _View:
-    """What is looked up for every module, prepared once."""
+    """Describes modules, by tables that are prepared once for all of them."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.plan = session, session.plan
@@ -137,7 +137,7 @@ class _View:
         return get_primitive(record.primitive).paths(node, record.arguments)
 
     def _tied(self) -> set[str]:
-        """Canonical names that several parameter names share."""
+        """Returns the canonical names that several parameter names share."""
         counts = Counter(self.plan.canonical.values())
         return {name for name, count in counts.items() if count > 1}
 
@@ -257,7 +257,7 @@ class _View:
 
 
 def _around(path: str) -> list[str]:
-    """Paths of the modules that one lies in."""
+    """Returns the paths of the modules that contain a module, the outermost first, without the model itself."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 

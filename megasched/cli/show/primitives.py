@@ -1,4 +1,4 @@
-"""``megasched primitives``: what a schedule can be made of."""
+"""Lists for ``megasched primitives`` the primitives of which a schedule can be made."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megasched.language.registry import call_of, document, get_primitive, has_pr
 
 @dataclass(frozen=True)
 class PrimitiveReport:
-    """One primitive.
+    """Describes one primitive.
 
     Attributes:
-        name: how it is called on a schedule.
-        aliases: other names for the same.
-        call: with its arguments, e.g. ``shard(param, axis)``.
-        summary: what it is for, in one sentence.
-        documentation: all of it, the call and the other names included.
+        name: name by which a schedule calls it.
+        aliases: other names of the primitive.
+        call: the call with its arguments, e.g. ``shard(param, axis)``.
+        summary: its purpose, in one sentence.
+        documentation: its whole documentation, with the call and the other names.
     """
 
     name: str
@@ -35,20 +35,20 @@ class PrimitiveReport:
     documentation: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Returns the description as plain data for JSON."""
         return asdict(self)
 
 
 def describe_primitives() -> list[PrimitiveReport]:
-    """All of them, by name."""
+    """Returns all primitives, sorted by name."""
     return [describe_primitive(name) for name in list_primitives(name_only=True)]
 
 
 def describe_primitive(name: str) -> PrimitiveReport:
-    """The primitive of this name or alias.
+    """Returns the primitive of this name or alias.
 
     Raises:
-        ConfigError: there is none; suggests others.
+        ConfigError: there is none; the message suggests others.
     """
     if not has_primitive(name):
         names = list_primitives(name_only=True)
@@ -62,7 +62,7 @@ def describe_primitive(name: str) -> PrimitiveReport:
 
 
 def print_primitives(primitives: Sequence[PrimitiveReport], console: Console) -> None:
-    """A table: names and what each is for."""
+    """Prints a table of the primitives with their names and purposes."""
     table = plain_table("primitive", "what it does")
     table.columns[0].no_wrap = True
     for primitive in primitives:

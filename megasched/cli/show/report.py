@@ -1,4 +1,4 @@
-"""``megasched show``: what a schedule does to a model and what each stage holds, before any GPU is held."""
+"""Builds the report of ``megasched show`` without a GPU: what a schedule does, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ShowReport:
-    """All that ``megasched show`` tells.
+    """Holds everything that ``megasched show`` prints.
 
     Attributes:
         hf_model: folder or hub id of the definition.
         model: class of the definition, e.g. ``LlamaForCausalLM``.
-        schedule: as it was named: ``auto``, a file, or a registered name.
-        parameters: of the whole model, tied ones once, padding not counted.
-        trained: how many of them are trained.
-        sequence_length: that the shares of FLOPs are for.
+        schedule: name of the schedule, as given: ``auto``, a file, or a registered name.
+        parameters: number of parameters of the whole model, tied ones once, padding not counted.
+        trained: number of trained parameters among them.
+        sequence_length: tokens in a sequence, for the shares of FLOPs.
         layout: how the job is spread.
-        modules: in the order of the module tree, unfolded.
+        modules: reports in the order of the module tree, unfolded.
         stages: in the order in which a batch runs through them.
         records: the schedule's calls.
         unverified: why a run would need ``--allow-unverified``; empty where it does not.
-        unchecked_options: fields of the config by which the class may go another way than when it was checked.
-        check: the command that would check it.
+        unchecked_options: fields of the config by which the class may take another path than when it was checked.
+        check: the command that would check these options.
         hidden_size: width of the hidden state; None where the config does not say.
         layers: path of the list of layers.
     """
@@ -62,7 +62,7 @@ class ShowReport:
     layers: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for JSON; the records as text."""
+        """Returns the report as plain data for JSON, with the records as text."""
         names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records")]
         return {
             **{name: getattr(self, name) for name in names},
@@ -97,7 +97,7 @@ def inspect_schedule(
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
-        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+        ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
     session = open_session(
         schedule,
@@ -135,7 +135,7 @@ def inspect_schedule(
 
 
 def _default_length(session: Session) -> int:
-    """Tables of positions may be shorter; rotary ones go on."""
+    """Returns `USUAL_LENGTH`, or less for a model whose table of positions is shorter; rotary ones go on."""
     try:
         session.forward_flops(USUAL_LENGTH)
     except ScheduleError:
@@ -151,24 +151,24 @@ def _hidden_size(session: Session) -> int | None:
 
 
 def _name_sources(session: Session, source: str) -> None:
-    """No line of the user's asked for what the default schedule does."""
+    """Sets the source of every record, since no line of the user's asks for what the default schedule does."""
     records = session.schedule.records
     records[:] = [replace(record, source=source) for record in records]
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage: one model chunk of one pipeline rank.
+    """Describes one stage: one model chunk of one pipeline rank.
 
     Attributes:
-        stage: in the order in which a batch runs through them.
-        pp_rank, vp_stage: the rank it lives on, and which of that rank's chunks it is.
+        stage: number in the order in which a batch runs through the stages.
+        pp_rank, vp_stage: the rank it lives on, and the number of the chunk on that rank.
         start, stop: its layers, half open.
-        holds: modules outside the layers that live here too.
-        parameters: on one rank, TP shards and vocabulary padding counted.
-        flops_share: of the model's forward FLOPs, 0 to 1.
+        holds: modules outside the layers that live on this stage, too.
+        parameters: number of parameters on one rank, with TP shards and vocabulary padding counted.
+        flops_share: its share of the model's forward FLOPs, 0 to 1.
         cut_at: ``file:line`` of the call that ends it; empty where the layers were balanced.
-        parameter_bytes: of these parameters, at 16 bits each.
+        parameter_bytes: bytes of these parameters, at 16 bits each.
     """
 
     stage: int
@@ -184,10 +184,10 @@ class StageReport:
 
 
 def describe_stages(session: Session, sequence_length: int) -> list[StageReport]:
-    """All stages of a session's layout; one without a pipeline.
+    """Returns all stages of a session's layout; without a pipeline there is one.
 
     Args:
-        session: its plan must be sound.
+        session: a session with a sound plan.
         sequence_length: tokens in a sequence; attention's share of the FLOPs grows with it.
 
     Raises:
@@ -226,7 +226,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
 def place_modules(
     session: Session, modules: Sequence[ModuleReport], stages: Sequence[StageReport]
 ) -> list[ModuleReport]:
-    """The modules, each with the stages that it lives on.
+    """Returns the modules, each with the stages that it lives on.
 
     Args:
         modules: parents before children.
@@ -254,7 +254,7 @@ def _outside_layers(session: Session, stage: Stage) -> tuple[str, ...]:
 
 
 def _parameters(session: Session, stage: Stage) -> int:
-    """Parameters that one rank of this stage holds; a tied one counts once on each stage that has it."""
+    """Returns how many parameters one rank of a stage holds; a tied one counts once on each stage that has it."""
     plan, structure = session.plan, session.plan.structure
     assert structure is not None
     held = {

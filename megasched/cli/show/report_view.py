@@ -1,4 +1,4 @@
-"""How ``megasched show`` looks in a terminal: a head line, then the tree of modules, by stage if there are any."""
+"""Prints the report of ``megasched show``: a head line, then the module tree, by stage if there are several."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def show_schedule(
     trace: Path | None,
     **options: Any,
 ) -> None:
-    """Carries out the command: plans one schedule or two, and prints or writes what was asked for.
+    """Carries out ``megasched show``: plans one schedule or two, and prints or writes what was asked for.
 
     Args:
-        diff: another schedule, to be compared with.
-        records: file for the schedule's calls.
-        html: file for a page.
-        global_batch_size, trace: as ``build_page`` takes them.
-        options: of ``inspect_schedule``.
+        diff: another schedule to compare with.
+        records: file to which the schedule's calls are saved.
+        html: file to which a page is written.
+        global_batch_size, trace: passed to ``build_page``.
+        options: keyword arguments of ``inspect_schedule``.
 
     Raises:
-        ConfigError, ScheduleError: whatever a run would refuse about model, schedule and layout.
+        ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
     with json_only(as_json):
         report = inspect_schedule(schedule, hf_model, layout, **options)
@@ -65,7 +65,7 @@ def show_schedule(
 
 
 def print_report(report: ShowReport, console: Console) -> None:
-    """Prints a report; made for 100 columns."""
+    """Prints a report, laid out for 100 columns."""
     lines = ModuleLines(show_sources=report.schedule != AUTO)
     console.print(_head(report))
     if len(report.stages) > 1:
@@ -107,14 +107,14 @@ def _on_one_rank(report: ShowReport) -> Text:
 
 @dataclass
 class Item:
-    """A line below a stage.
+    """Represents a line below a stage.
 
     Attributes:
         node: the module, or a fold of layers.
-        name: its path, or the last part of it for what lies between layers.
-        beside: name of the list that a fold of layers is of; empty for everything else.
-        around: a module around the layers; what is in it has lines of its own.
-        notes: of that list, to be told once.
+        name: its path; of a fold, with the indices for the last part.
+        beside: name of the list, for a fold of its layers; otherwise empty.
+        around: whether it is a module around the layers, whose contents have lines of their own.
+        notes: notes of that list, to be printed once.
     """
 
     node: Node
@@ -126,11 +126,11 @@ class Item:
 
 @dataclass
 class StageLine:
-    """One stage, or several in a row that hold as many of the same layers and nothing else.
+    """Represents one stage, or several in a row that hold as many of the same layers and nothing else.
 
     Attributes:
-        stages: in their order.
-        items: of the first of them.
+        stages: the stages in their order.
+        items: the items of the first of these stages.
     """
 
     stages: list[StageReport]
@@ -138,7 +138,7 @@ class StageLine:
 
 
 def stage_tree(report: ShowReport, writer: ModuleLines) -> Tree:
-    """The tree: a line for each stage, and below it what it holds."""
+    """Returns the tree: a line for each stage, and below it the modules that the stage holds."""
     cut = any(stage.cut_at for stage in report.stages)
     how = "cut by the schedule" if cut else "layers balanced by cost"
     text = Text.assemble((report.model, "bold"), f"  in {len(report.stages)} stages, {how}")
@@ -152,7 +152,7 @@ def stage_tree(report: ShowReport, writer: ModuleLines) -> Tree:
 
 
 def stage_table(report: ShowReport) -> Table:
-    """What each pipeline rank has, all of its chunks together."""
+    """Returns a table of what each pipeline rank holds, all of its chunks together."""
     table = plain_table("pp rank", "layers, chunk by chunk", "parameters", "bytes", "FLOPs")
     table.columns[1].overflow = "fold"
     for column in (table.columns[0], *table.columns[2:]):
@@ -170,7 +170,7 @@ def stage_table(report: ShowReport) -> Table:
 
 
 def stage_legend(report: ShowReport) -> Text:
-    """What the numbers are."""
+    """Returns a line that explains the numbers."""
     flops = f"FLOPs: share of the forward pass at {report.sequence_length} tokens"
     return Text(f"parameters: on one rank, of {8 * BYTES_16_BITS} bits; {flops}", "dim")
 
@@ -191,7 +191,7 @@ def _stage_lines(report: ShowReport) -> list[StageLine]:
 
 
 def _items(report: ShowReport, node: Node, stage: int, prefix: str = "") -> Iterator[Item]:
-    """What of a node's children is on a stage; modules around the layers are taken apart."""
+    """Yields the items of a node's children on a stage; a module around the layers yields those inside it."""
     path = node.reports[0].path
     for child in node.children:
         first = child.reports[0]
@@ -209,13 +209,13 @@ def _items(report: ShowReport, node: Node, stage: int, prefix: str = "") -> Iter
 
 
 def _is_spread(node: Node) -> bool:
-    """Whether what is in a module lives on other stages than the module itself."""
+    """Returns whether anything in a module lives on other stages than the module itself."""
     stages = node.reports[0].stages
     return any(child.reports[0].stages != stages or _is_spread(child) for child in node.children)
 
 
 def _in_order(stage: StageReport, items: list[Item]) -> list[Item]:
-    """What the first stage has beside layers comes before them, what others have, after them."""
+    """Returns the items with the modules beside layers first on the first stage, and last on every other stage."""
     return sorted(items, key=lambda item: bool(item.beside) == (stage.stage == 0))
 
 
@@ -224,7 +224,7 @@ def _all_as_before(items: list[Item]) -> bool:
 
 
 def _alike(line: StageLine, other: StageLine) -> bool:
-    """Whether two stages hold as many layers of the same kinds, known from earlier stages, and nothing else."""
+    """Returns whether two stages hold equally many layers of kinds known from earlier stages, and nothing else."""
     if not _all_as_before(line.items) or not _all_as_before(other.items):
         return False
     return _kinds(line) == _kinds(other)
@@ -278,5 +278,5 @@ def _share(stage: StageReport) -> str:
 
 
 def _layers(start: int, stop: int) -> str:
-    """``4-7``, ``4``, or ``–`` for none."""
+    """Returns a range of layers as text: ``4-7``, ``4``, or ``–`` for none."""
     return f"{start}-{stop - 1}" if stop - start > 1 else str(start) if stop > start else "–"

@@ -1,6 +1,6 @@
-"""Objectives: which HF class a run trains, what its forward takes, and what its labels are. One a file.
+"""Defines objectives, one per file: which HF class a run trains, its forward's inputs, and its labels.
 
-Everything else is told of them by ``objective_of(definition)``; nothing outside of here asks for one by name.
+All other code gets an objective from ``objective_of(definition)``, and never by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OBJECTIVES = {one.name: one for one in (CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, IMAGE_
 
 
 def find_objective(name: str | None) -> Objective:
-    """The objective of that name; of none, a causal language model's.
+    """Returns the objective of this name, or that of causal language models if the name is None.
 
     Raises:
         ConfigError: there is none.
@@ -46,10 +46,10 @@ def find_objective(name: str | None) -> Objective:
 
 
 def set_objective(model: Any, objective: Objective) -> None:
-    """Notes on a definition what it was built for; copies of it keep the note."""
+    """Stores on a definition the objective that it was built for; copies of it keep it."""
     setattr(model, ATTRIBUTE, objective.name)
 
 
 def objective_of(model: Any) -> Objective:
-    """What a definition was built for; a causal language model where nobody said so."""
+    """Returns the objective that a definition was built for; causal language modelling if none was stored."""
     return OBJECTIVES[getattr(model, ATTRIBUTE, CAUSAL_LM.name)]

@@ -1,4 +1,4 @@
-"""Each token from those before it: GPT, Llama. The batch of ``pretrain_gpt.py``."""
+"""Defines causal language modelling (GPT, Llama), with the batch of ``pretrain_gpt.py``."""
 
 from megasched.definition.objectives.objective import Objective
 

@@ -1,4 +1,4 @@
-"""One class for an image: ViT. The batch of ``pretrain_vision_classify.py``."""
+"""Defines classification of images (ViT), with the batch of ``pretrain_vision_classify.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megasched.definition.objectives.objective import Objective
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width that a model takes."""
+    """Returns the channels, height and width of a model's images."""
     return (config.num_channels, *_pair(config.image_size))
 
 

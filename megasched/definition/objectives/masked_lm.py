@@ -1,6 +1,6 @@
-"""Tokens that were masked, from those around them: BERT, RoBERTa, ALBERT. The batch of ``pretrain_bert.py``.
+"""Defines masked language modelling (BERT, RoBERTa, ALBERT), with the batch of ``pretrain_bert.py``.
 
-``attention_mask`` is 1 where there is a token and 0 where there is padding.
+The model predicts masked tokens. ``attention_mask`` is 1 for tokens and 0 for padding.
 """
 
 from megasched.definition.objectives.objective import Objective

@@ -1,4 +1,4 @@
-"""What an objective is, in data."""
+"""Defines the data that describe an objective."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Shape = Callable[[Any, int, int], tuple[int, ...]]
 
 
 def of_tokens(config: Any, batch: int, length: int) -> tuple[int, ...]:
-    """[b, s]."""
+    """Returns the shape [b, s]."""
     return batch, length
 
 
 def vocabulary(config: Any) -> tuple[int, str]:
-    """``Objective.classes`` of all that predict tokens.
+    """Returns the size of the vocabulary and the field that holds it: ``Objective.classes`` for predicted tokens.
 
     Raises:
         AttributeError: the config has no vocabulary.
@@ -29,20 +29,20 @@ def vocabulary(config: Any) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model is trained to do.
+    """Describes the task that a model is trained on.
 
-    The loss is the same for all: cross entropy of each label, over logits [..., classes], summed where a loss
-    mask counts the label and divided by the number of those.
+    The loss is the same for all: cross entropy of each label, over logits [..., classes], summed over the labels
+    that the loss mask counts and divided by their number.
 
     Attributes:
-        name: as ``--objective`` takes it.
+        name: value of ``--objective``.
         auto_class: class of transformers that finds the HF class for a config, e.g. ``AutoModelForCausalLM``.
-        model: what such a model is called in messages.
+        model: name of such a model in messages.
         inputs: arguments of the forward, without labels -> dtype, e.g. ``int64``.
-        shape, label_shape: HF config, batch and length -> shape of each input, and of the labels.
-        classes: HF config -> how many classes a label can be of, and the field that says so.
+        shape, label_shape: (HF config, batch, length) -> shape of each input, and of the labels.
+        classes: HF config -> number of classes of a label, and the field that holds it.
         constants: further arguments of every forward.
-        sequence_length: HF config -> length of the sequences in the layers where the config fixes it, and why.
+        sequence_length: HF config -> length of the sequences in the layers if the config fixes it, and the reason.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Objective:
     sequence_length: Callable[[Any], tuple[int, str] | None] = lambda config: None
 
     def trial_inputs(self, config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-        """Arguments of a forward, without labels: zeros on meta."""
+        """Returns arguments of a forward without labels: zeros on meta."""
         import torch
 
         shape = self.shape(config, batch, length)
@@ -66,7 +66,7 @@ class Objective:
         }
 
     def trial(self, config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-        """The same with labels (int64)."""
+        """Returns arguments of a forward with labels (int64): zeros on meta."""
         import torch
 
         labels = torch.zeros(self.label_shape(config, batch, length), dtype=torch.long, device="meta")

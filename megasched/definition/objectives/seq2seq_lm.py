@@ -1,4 +1,4 @@
-"""A sequence from another: T5. The batch of ``pretrain_t5.py``; masks as in ``masked_lm.py``."""
+"""Defines sequence-to-sequence modelling (T5): the batch of ``pretrain_t5.py``, masks as in ``masked_lm.py``."""
 
 from megasched.definition.objectives.objective import Objective
 

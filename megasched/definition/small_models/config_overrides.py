@@ -1,4 +1,4 @@
-"""What some architectures need in a small config beyond sizes: fields that must go together."""
+"""Defines fields that small configs of some architectures need besides sizes, because they must be consistent."""
 
 from __future__ import annotations
 

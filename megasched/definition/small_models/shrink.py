@@ -1,7 +1,7 @@
-"""A small config of any architecture: the same structure in sizes that a laptop runs in seconds.
+"""Makes a small config of any architecture: the same structure in sizes that run on a laptop in seconds.
 
-Sizes are set by field name (``SIZES``), flags and choices stay as the class has them, layers keep every kind
-that the full depth has, and what would hide a mistake is taken away: dropouts are off, multipliers that are 1
+Sizes are set by field name (``SIZES``), flags and choices keep the values of the class, layers keep every kind
+that the full depth has, and values that would hide a mistake are changed: dropouts are off, multipliers of 1
 become 1.7, windows are shorter than the sequences of the checks.
 """
 
@@ -101,14 +101,14 @@ _SHARED_FLAGS = ("tie_word_embeddings",)
 
 
 def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
-    """A small config of a class.
+    """Returns a small config of a class.
 
     Args:
-        config_class: e.g. ``LlamaConfig``; composite ones have their parts shrunk too.
-        changes: fields to set otherwise; those of a part as a mapping under the part's name.
+        config_class: e.g. ``LlamaConfig``; the parts of composite ones are shrunk too.
+        changes: fields to set to other values; those of a part as a mapping under the part's name.
 
     Raises:
-        Exception: whatever the class raises about sizes that do not go together; ``changes`` set them right.
+        Exception: an error of the class about inconsistent sizes; ``changes`` can fix them.
     """
     arguments = _arguments(config_class, dict(changes or {}))
     small = config_class(**arguments)
@@ -123,10 +123,10 @@ def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | No
 
 
 def shrink_copy(config: PretrainedConfig, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
-    """A small config like a given one: its flags, choices and kinds of layers, in small sizes.
+    """Returns a small config like a given one: its flags, choices and kinds of layers, in small sizes.
 
     Args:
-        config: of the model as it is; it is not changed.
+        config: of the original model; it is not changed.
         changes: as for ``shrink``.
 
     Raises:
@@ -136,7 +136,7 @@ def shrink_copy(config: PretrainedConfig, changes: Mapping[str, Any] | None = No
 
 
 def deepen(config: PretrainedConfig, layers: int) -> None:
-    """Gives a small config another number of layers; lists with an entry a layer go on as they began."""
+    """Sets the number of layers of a small config; lists with one entry per layer are repeated."""
     text = _text(config)
     for name, value in list(vars(text).items()):
         if isinstance(value, int) and _DEPTH.fullmatch(name):
@@ -148,7 +148,7 @@ def deepen(config: PretrainedConfig, layers: int) -> None:
 def _arguments(
     config_class: type[PretrainedConfig], changes: dict[str, Any], given: PretrainedConfig | None = None
 ) -> dict[str, Any]:
-    """What to construct the small config with; ``given`` has the values to shrink instead of the defaults."""
+    """Returns the constructor arguments of the small config; ``given`` replaces the defaults that are shrunk."""
     defaults = _defaults(config_class)
     found: dict[str, Any] = {}
     if given is not None:
@@ -176,7 +176,7 @@ def _arguments(
 
 
 def _is_kept(config_class: type[PretrainedConfig], name: str, value: Any) -> bool:
-    """Whether a field of a given config is taken over: flags, choices and numbers; lists follow the depth."""
+    """Returns whether a field of a given config is kept: flags, choices and numbers, but no lists (of layers)."""
     from transformers import PretrainedConfig
 
     if name in _defaults(PretrainedConfig) and name not in _SHARED_FLAGS:
@@ -186,7 +186,7 @@ def _is_kept(config_class: type[PretrainedConfig], name: str, value: Any) -> boo
 
 
 def _same_grouping(given: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, int]:
-    """Heads of k and v: as many as query heads, or one, where the given config has it so."""
+    """Returns the number of KV heads if the given config has one, or as many as query heads; else nothing."""
     heads, groups = (vars(given).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if groups is None or "num_key_value_heads" not in small:
         return {}
@@ -196,7 +196,7 @@ def _same_grouping(given: PretrainedConfig, small: Mapping[str, Any]) -> dict[st
 
 
 def _every_kind(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Every kind of layer that a given config has, in turn."""
+    """Returns lists of layer kinds that repeat every kind of a given config in turn."""
     found = {}
     for name in _LAYER_KINDS:
         kinds = list(dict.fromkeys(values.get(name) or ()))
@@ -210,7 +210,7 @@ def _two_layers(part: type[PretrainedConfig]) -> dict[str, int]:
 
 
 def _small(name: str, default: Any) -> Any:
-    """The small value of one field; None to leave it as it is."""
+    """Returns the small value of a field, or None to keep its value."""
     if isinstance(default, bool):
         return None
     if isinstance(default, float) and "drop" in name:
@@ -224,13 +224,13 @@ def _small(name: str, default: Any) -> Any:
 
 
 def _is_special(name: str, default: Any) -> bool:
-    """A token id that lies among the tokens of the checks, or beyond the small vocabulary."""
+    """Returns whether a field is a token id among the tokens of the checks, or beyond the small vocabulary."""
     number = isinstance(default, int) and not isinstance(default, bool)
     return number and _TOKEN.fullmatch(name) is not None and default >= TOKENS[0]
 
 
 def _defaults(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Fields of a config class and their defaults; None where there is none."""
+    """Returns the fields of a config class with their defaults; None for a field without a default."""
     if not dataclasses.is_dataclass(config_class):
         parameters = inspect.signature(config_class.__init__).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
@@ -242,7 +242,7 @@ def _defaults(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def _parts(config_class: type[PretrainedConfig]) -> dict[str, type[PretrainedConfig]]:
-    """Configs of the parts of a composite config (text, vision), by name."""
+    """Returns the config classes of the parts of a composite config (text, vision), by name."""
     from transformers import AutoConfig, PretrainedConfig
 
     found = {}
@@ -257,7 +257,7 @@ def _parts(config_class: type[PretrainedConfig]) -> dict[str, type[PretrainedCon
 
 
 def _default_part(config_class: type[PretrainedConfig], name: str) -> Any:
-    """The part that a composite config has by default; None where its defaults do not fit one another."""
+    """Returns the part that a composite config has by default, or None if its defaults are inconsistent."""
     try:
         return getattr(config_class(), name, None)
     except Exception:  # each class validates in its own way
@@ -269,7 +269,7 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _kinds_of_full_depth(config_class: type[PretrainedConfig], small: PretrainedConfig) -> dict[str, list[str]]:
-    """Kinds of layers in turn, where few layers have one kind and the full depth has several."""
+    """Returns repeating lists of layer kinds where the small depth has one kind and the full depth several."""
     found = {}
     try:
         full = _text(config_class())

@@ -1,4 +1,4 @@
-"""Small models of architectures: a folder with config and weights, made from the config class alone."""
+"""Makes small models of architectures: a folder with config and weights, from the config class alone."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ JITTER = 0.05
 
 
 def causal_lm_types() -> list[str]:
-    """Model types that the installed transformers has a causal language model for."""
+    """Returns the model types for which the installed transformers has a causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def small_config(model_type: str) -> Any:
-    """The small config of a model type.
+    """Returns the small config of a model type.
 
     Raises:
-        ConfigError: the installed transformers does not know it.
+        ConfigError: the installed transformers does not know the type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -39,17 +39,17 @@ def small_config(model_type: str) -> Any:
 
 
 def copy_code(source: str, target: Path, trust_remote_code: bool) -> None:
-    """Puts a small model's folder together with the Python code that the model itself brings."""
+    """Copies the Python code that comes with a model into the folder of its small model, if it is trusted."""
     if trust_remote_code and Path(source).is_dir():
         for file in Path(source).glob("*.py"):
             shutil.copy(file, target)
 
 
 def small_copy(config: Any, layers: int = LAYERS) -> Any:
-    """A small config like a given one, with so many layers; see ``shrink_copy``.
+    """Returns a small config like a given one, with ``layers`` layers; see ``shrink_copy``.
 
     Raises:
-        ConfigError: its sizes do not go together when they are small.
+        ConfigError: its sizes are inconsistent once they are small.
     """
     try:
         small = shrink_copy(config, CHANGES.get(config.model_type))
@@ -66,14 +66,14 @@ def small_copy(config: Any, layers: int = LAYERS) -> Any:
 
 
 def write_small_model(model_type: str, folder: str | Path) -> str:
-    """``write_model`` of the small config of a model type."""
+    """Writes the small model of a model type with ``write_model``."""
     return write_model(small_config(model_type), folder)
 
 
 def write_model(config: Any, folder: str | Path, *, trust_remote_code: bool = False) -> str:
-    """Writes ``config.json`` and ``model.safetensors`` (float32, HF's initialisation and noise on top).
+    """Writes ``config.json`` and ``model.safetensors`` (float32; HF's initialisation plus noise).
 
-    Tensors have the names and shapes of the model's parameters; a tie is written once.
+    Tensors have the names and shapes of the model's parameters; tied ones are written once.
 
     Returns:
         The folder.

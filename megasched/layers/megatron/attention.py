@@ -1,5 +1,7 @@
-"""Attention computed by Megatron's own ``SelfAttention``, filled with the definition's weights; and what of it
-counts in a whole layer of Megatron's, too."""
+"""Computes attention by Megatron's own ``SelfAttention``, filled with the definition's weights.
+
+Whole layers of Megatron use the parts of this module, too.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from megasched.plan.megatron.params import SINKS, attention_assemblies, has_bias
 
 
 class MegatronAttention(nn.Module):
-    """Takes the place of the definition's attention.
+    """Replaces the definition's attention.
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
-        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None where it is given
+        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None if it is given
             none.
-        parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
+        parts: number of parts into which sequence parallelism splits the hidden state.
     """
 
     def __init__(self, layer: nn.Module, angles: OwnAngles | None, parts: int) -> None:
@@ -40,7 +42,7 @@ class MegatronAttention(nn.Module):
         self.layer, self.angles, self.parts = layer, angles, parts
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """[b, s (/ tp), h] -> the same, and no weights of attention. See ``MegatronLayer``'s."""
+        """Maps [b, s (/ tp), h] to the same shape and no attention weights; see ``MegatronLayer.forward``."""
         hidden, packed = sequence_first(hidden_states, kwargs)
         angles = None if self.angles is None else self.angles(hidden.device, hidden.shape[0] * self.parts)
         output, bias = self.layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
@@ -49,8 +51,10 @@ class MegatronAttention(nn.Module):
 
 
 def sequence_first(hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, PackedSeqParams | None]:
-    """[b, s, h] -> [s, b, h] as Megatron has it, and the bounds of packed sequences among the arguments under its
-    names; with these all is one row, as Megatron knows one of packed sequences."""
+    """Returns [s, b, h] of [b, s, h], as Megatron needs it, and the bounds of packed sequences under its names.
+
+    With packed sequences all rows become one, the only form of packing that Megatron supports.
+    """
     bounds = arguments.get("cu_seq_lens_q")
     if bounds is None:
         return hidden.transpose(0, 1).contiguous(), None
@@ -68,13 +72,13 @@ def sequence_first(hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
 def lower_attention(
     path: str, model: nn.Module, attention: AttentionSpec, angles: LayerAngles, context: BuildContext
 ) -> MegatronAttention:
-    """Megatron's attention in the place of the definition's at ``path``, its values filled in.
+    """Returns Megatron's attention for the definition's at ``path``, filled with its values.
 
     Args:
-        angles: of ``rotary_angles``.
+        angles: result of ``rotary_angles``.
 
     Raises:
-        RuntimeError: it has a parameter that no HF tensor is known for, or the other way round.
+        RuntimeError: a parameter of Megatron's has no known HF tensor, or an HF tensor no parameter.
     """
     structure = context.plan.structure
     assert structure is not None
@@ -104,12 +108,12 @@ def lower_attention(
 
 
 def sequence_shards(context: BuildContext) -> int:
-    """In how many parts the hidden state is split along the sequence by sequence parallelism."""
+    """Returns the number of parts into which sequence parallelism splits the hidden state."""
     return context.size if context.config.sequence_parallel else 1
 
 
 def attention_config(layer: str, index: int, attention: AttentionSpec, context: BuildContext) -> dict[str, Any]:
-    """What Megatron's config says of attention in layer number ``index``."""
+    """Returns the fields of Megatron's config for the attention of layer number ``index``."""
     window = attention.windows[index] if attention.windows else None
     latent = attention.mla
     kind = {"qk_layernorm": bool(attention.q_norm)} if latent is None else latent_config(latent)
@@ -136,7 +140,7 @@ def attention_config(layer: str, index: int, attention: AttentionSpec, context: 
 def configure_latent_attention(
     made: Any, attention: AttentionSpec, angles: OwnAngles | None, context: BuildContext
 ) -> None:
-    """What of latent attention is the definition's, before values are filled in; nothing of other attention."""
+    """Configures latent attention before values are filled in; other attention stays unchanged."""
     latent = attention.mla
     if latent is None:
         return
@@ -147,17 +151,17 @@ def configure_latent_attention(
 
 
 def configure_attention(made: Any, attention: AttentionSpec) -> None:
-    """What Megatron's attention is told once values are filled in."""
+    """Configures Megatron's attention after values are filled in."""
     made._yarn_concentration_factor = attention.rotary_factor
     if attention.sinks:
         set_tensor_model_parallel_attributes(made.get_parameter(SINKS), is_parallel=True, dim=0, stride=1)
 
 
 def refuse_in_context(path: str, index: int, config: TransformerConfig, context: BuildContext) -> None:
-    """What Transformer Engine's attention has not under context parallelism.
+    """Refuses attention that Transformer Engine does not support under context parallelism.
 
     Raises:
-        ScheduleError: it was asked for.
+        ScheduleError: the layer has such attention.
     """
     if context.context_parallel is None or not uses_transformer_engine(context.device):
         return

@@ -1,4 +1,4 @@
-"""The core of attention where Megatron's own layer is used without Transformer Engine."""
+"""Defines the attention core of Megatron's own layer without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megasched.layers.rng import fork_rng
 
 
 class CoreAttention(nn.Module):
-    """Causal attention, perhaps in a window, by torch's fused kernel where Megatron's layer has its core.
+    """Computes causal attention, optionally in a window, by torch's fused kernel.
 
-    Megatron's own without Transformer Engine keeps a [b, heads, s, s] tensor; so does this one with sinks.
+    Megatron's own core without Transformer Engine keeps a [b, heads, s, s] tensor; so does this one with sinks.
 
     Args:
-        device: of the sinks, [heads / tp], which there are where the config's softmax has learnable ones.
+        device: of the sinks, [heads / tp], which exist if the config's softmax is learnable.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[s, b, heads, d] each, k and v with fewer heads -> [s, b, heads * d]; packed ones are without b."""
+        """Maps q, k and v [s, b, heads, d], which may be grouped, to [s, b, heads * d]; packed ones have no b."""
         if packed_seq_params is not None:
             query, key, value = (tensor[:, None] for tensor in (query, key, value))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -83,7 +83,7 @@ class CoreAttention(nn.Module):
 
 @lru_cache(maxsize=2)
 def window_mask(window: int, length: int, device: torch.device) -> torch.Tensor | None:
-    """[s, s], True where a token attends: to itself and the ``window - 1`` before it; None where that is all."""
+    """Returns a mask [s, s], True for a token and the ``window - 1`` before it; None if the window covers all."""
     if window >= length:
         return None
     everywhere = torch.ones(length, length, dtype=torch.bool, device=device)

@@ -18,13 +18,13 @@ MAY_BE_FLOAT32 = (ROUTER, ROUTER_BIAS, SINKS)
 def fill_module(
     path: str, layer: nn.Module, known: dict[str, ParamMapping], model: nn.Module, context: BuildContext
 ) -> None:
-    """Gives the parameters of Megatron's module, which will be ``layer`` of the one at ``path``, their values.
+    """Fills the parameters of Megatron's module, which will be ``layer`` of the module at ``path``.
 
     Args:
-        known: its parameters -> the HF tensors that they are made of.
+        known: name of its parameter -> the HF tensors that it is made of.
 
     Raises:
-        RuntimeError: it has a parameter that no HF tensor is known for, or the other way round.
+        RuntimeError: a parameter of Megatron's module has no known HF tensor, or an HF tensor no parameter.
     """
     own: dict[str, Any] = dict(layer.named_parameters())
     unknown = own.keys() - known.keys()

@@ -1,4 +1,4 @@
-"""Compiler ``megatron``: sub-graphs that are what one of megatron-core's fused functions computes."""
+"""Registers the compiler ``megatron``, for sub-graphs that one of megatron-core's fused functions computes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megasched.language.subgraph import Subgraph
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[..., f] and [..., f] -> [..., f]; Megatron's takes both in one tensor."""
+    """Maps gate and up, [..., f] each, to [..., f]; Megatron's function takes both in one tensor."""
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     return bias_swiglu_impl(torch.cat([gate, up], dim=-1), None)
 
 
 def _bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """[..., f] and [f] -> [..., f]."""
+    """Maps [..., f] and a bias [f] to [..., f]."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 
     return bias_gelu_impl(x, bias)
@@ -39,5 +39,5 @@ def _no_fusion(subgraph: Subgraph) -> str:
 
 @register_compiler("megatron", _no_fusion)
 def megatron(part: ExtractedSubgraph) -> Callable[..., Any]:
-    """Megatron's own fused function, on the pattern's operands."""
+    """Returns Megatron's own fused function, which takes the pattern's operands."""
     return FUSIONS[part.subgraph.pattern]

@@ -1,4 +1,4 @@
-"""A decoder layer computed by Megatron's own ``TransformerLayer``, filled with the definition's weights."""
+"""Computes a decoder layer by Megatron's own ``TransformerLayer``, filled with the definition's weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megasched.plan.megatron.params import assemblies, has_bias, mixture_in
 
 
 class MegatronLayer(nn.Module):
-    """Takes a decoder layer's place: its call and what it returns are the definition's.
+    """Replaces a decoder layer, with the definition's calling convention.
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
-        slot: where the hidden state stands in the definition's call.
-        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None where the layer
-            is given none.
-        parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
+        slot: position of the hidden state among the definition's arguments.
+        angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None if the layer is
+            given none.
+        parts: number of parts into which sequence parallelism splits the hidden state.
     """
 
     def __init__(
@@ -52,8 +52,11 @@ class MegatronLayer(nn.Module):
         self.slot, self.angles, self.parts = slot, angles, parts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state [b, s (/ tp), h] among the arguments goes through the layer. Of the others, the bounds
-        of packed sequences count; masks and positions say nothing that Megatron's causal layer does not know."""
+        """Passes the hidden state [b, s (/ tp), h] through Megatron's layer.
+
+        Of the other arguments only the bounds of packed sequences are used: Megatron's causal layer needs neither
+        masks nor positions.
+        """
         given = self.slot.get(args, kwargs)
         hidden, packed = sequence_first(given, kwargs)
         length = hidden.shape[0] * self.parts
@@ -71,13 +74,13 @@ class MegatronLayer(nn.Module):
 def lower_block(
     path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: LayerAngles, context: BuildContext
 ) -> MegatronLayer:
-    """Megatron's layer in the place of the definition's layer at ``path``, its values filled in.
+    """Returns Megatron's layer for the definition's layer at ``path``, filled with its values.
 
     Args:
-        angles: of ``rotary_angles``.
+        angles: result of ``rotary_angles``.
 
     Raises:
-        RuntimeError: Megatron's layer has a parameter that no HF tensor is known for, or the other way round.
+        RuntimeError: a parameter of Megatron's layer has no known HF tensor, or an HF tensor no parameter.
     """
     plan, structure, block = context.plan, context.plan.structure, roles.layer
     assert structure is not None
@@ -111,7 +114,7 @@ def lower_block(
 
 
 def _config(path: str, index: int, roles: Roles, context: BuildContext) -> TransformerConfig:
-    """The trainer's config with what the definition says of layer number ``index``."""
+    """Returns the trainer's config with the definition's values for layer number ``index``."""
     block, mixture = roles.layer, mixture_in(context.plan, path, roles)
     assert isinstance(block, LayerSpec)
     mlp = mlp_config(path, block.mlp, context) if mixture is None else moe_config(path, mixture, context)

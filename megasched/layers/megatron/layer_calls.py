@@ -1,4 +1,4 @@
-"""What a definition hands to its layers beside the hidden state: positions, masks, in real numbers."""
+"""Collects the arguments that a definition passes to its layers besides the hidden state, with real values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN = 5
 
 
 class _Caller(nn.Module):
-    """Takes a layer's place, notes its arguments, and hands the hidden state through."""
+    """Stands in for a layer, records its arguments, and returns the hidden state unchanged."""
 
     def __init__(self, old: nn.Module, index: int, structure: LayerStack, calls: Calls, last: int) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class _Caller(nn.Module):
 
 
 def layer_calls(model: Any, structure: LayerStack, other: Mapping[int, Any], batch: int, length: int) -> Calls:
-    """How the layers of a model are called, by its own code around them; what it makes of weights is zero.
+    """Returns the calls of a model's layers, made by its own code around them; tensors on meta are zeros.
 
     Args:
-        other: id of a config of the model -> what takes its place.
-        batch, length: of the input, of the same token everywhere.
+        other: id of a config of the model -> its replacement.
+        batch, length: of the input, which repeats one token.
     """
     calls: Calls = {}
     layers = {

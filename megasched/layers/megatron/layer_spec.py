@@ -1,5 +1,7 @@
-"""What Megatron's ``TransformerLayer`` is made of where it stands for a definition's layer: Transformer Engine's
-modules where it is there, else Megatron's own with torch's norms and attention."""
+"""Chooses the submodules of a Megatron ``TransformerLayer`` that replaces a definition's layer.
+
+They are Transformer Engine's if it is used, else Megatron's own with torch's norms and attention.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ Norm = Callable[..., nn.Module]
 def layer_submodules(
     block: LayerSpec, config: TransformerConfig, context: BuildContext, mlp_bias: bool, te: bool
 ) -> TransformerLayerSubmodules:
-    """Submodules for a layer with this config.
+    """Returns the submodules of a layer with this config.
 
     Args:
-        mlp_bias: the MLP has biases; the config says it of attention.
-        te: of Transformer Engine.
+        mlp_bias: the MLP has biases; the config's flag is for attention.
+        te: the submodules are Transformer Engine's.
     """
     norm = _norms(context, te)
     submodules = _made_of(config, context, te)
@@ -100,14 +102,17 @@ def _of_torch(config: TransformerConfig, context: BuildContext, norm: Norm) -> T
 
 
 def attention_spec(config: TransformerConfig, context: BuildContext, te: bool) -> ModuleSpec:
-    """Attention without a norm before it, in a layer that has no experts."""
+    """Returns the spec of attention without a norm before it, in a layer that has no experts."""
     submodules = _made_of(config, context, te)
     _without_norm(submodules.self_attention, config, te)
     return submodules.self_attention
 
 
 def _without_norm(attention: ModuleSpec, config: TransformerConfig, te: bool) -> None:
-    """Transformer Engine's projection has the norm before attention in it; latent attention's have not."""
+    """Removes the norm before attention from its projection.
+
+    Transformer Engine's fused projection includes the norm; that of latent attention does not.
+    """
     if te and not config.multi_latent_attention:
         attention.submodules.linear_qkv = TEColumnParallelLinear
 
@@ -119,15 +124,16 @@ def _without_mlp_norm(submodules: TransformerLayerSubmodules, config: Transforme
 
 
 def mlp_linears(te: bool) -> MLPSubmodules:
-    """Of an MLP without a norm before it."""
+    """Returns the linears of an MLP without a norm before it."""
     if te:
         return MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
     return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 class NormedAdd(nn.Module):
-    """Takes the place of Megatron's function that adds bias, dropout and what attention or the MLP gives to the
-    hidden state (``core/fusions/fused_bias_dropout.py``): what they give goes through a norm first.
+    """Replaces Megatron's bias-dropout-add, and normalises the output of attention or MLP before it is added.
+
+    It stands in for ``get_bias_dropout_add`` (``core/fusions/fused_bias_dropout.py``).
 
     Args:
         norm: makes the norm.
@@ -138,7 +144,7 @@ class NormedAdd(nn.Module):
         self.norm = norm()
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The function for ((output, its bias or None), hidden state, probability of dropout)."""
+        """Returns the function of ((output, its bias or None), hidden state, probability of dropout)."""
         add = get_bias_dropout_add(training, fused)
 
         def normed_add(
@@ -151,7 +157,7 @@ class NormedAdd(nn.Module):
 
 
 def _norm(device: torch.device, config: TransformerConfig, hidden_size: int, eps: float) -> nn.Module:
-    """By torch's kernels."""
+    """Returns a norm that runs torch's kernels."""
     plain, zero_centered = {
         "RMSNorm": (nn.RMSNorm, ZeroCenteredRMSNorm),
         "LayerNorm": (nn.LayerNorm, ZeroCenteredLayerNorm),
@@ -161,14 +167,14 @@ def _norm(device: torch.device, config: TransformerConfig, hidden_size: int, eps
 
 
 class ZeroCenteredRMSNorm(nn.RMSNorm):
-    """Its weight is kept less 1, and used in float32, as Transformer Engine does it."""
+    """Computes an RMS norm that stores its weight minus 1, and uses it in float32 like Transformer Engine."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
-    """Its weight is kept less 1."""
+    """Computes a layer norm that stores its weight minus 1."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)

@@ -1,7 +1,7 @@
-"""Latent attention by Megatron's ``MLASelfAttention``: what it is told, and what of its own is replaced.
+"""Configures Megatron's ``MLASelfAttention`` for latent attention, and replaces some of its parts.
 
-Its rotary embedding knows positions of its own; the angles of the definition take its place. Without Transformer
-Engine its down projections would be cut over TP and put together again; they are whole on every rank instead.
+Its rotary embedding computes its own positions; the definition's angles replace it. Without Transformer Engine its
+down projections would be sharded over TP and gathered again; they are replicated instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megasched.language.module_specs import MlaSpec
 
 
 def latent_config(latent: MlaSpec) -> dict[str, Any]:
-    """What Megatron's config says of latent attention (``MLATransformerConfig``)."""
+    """Returns the fields of Megatron's config for latent attention (``MLATransformerConfig``)."""
     return {
         "multi_latent_attention": True,
         "q_lora_rank": latent.q_lora_rank,
@@ -45,12 +45,12 @@ def latent_config(latent: MlaSpec) -> dict[str, Any]:
 
 
 class LatentAngles(nn.Module):
-    """Takes the place of Megatron's rotary embedding in latent attention.
+    """Replaces Megatron's rotary embedding in latent attention.
 
     Args:
-        angles: length of the hidden state, all its parts together -> angles [s, 1, 1, d] of this rank, float32.
-        parts: in how many parts the hidden state is split along the sequence by sequence parallelism.
-        factor: of cosine and sine.
+        angles: length of the whole hidden state -> angles [s, 1, 1, d] of this rank, float32.
+        parts: number of parts into which sequence parallelism splits the hidden state.
+        factor: factor of cosine and sine.
     """
 
     def __init__(self, angles: Callable[[int], torch.Tensor], parts: int, factor: float) -> None:
@@ -60,7 +60,7 @@ class LatentAngles(nn.Module):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, hidden: torch.Tensor, config: Any, packed: Any
     ) -> int:
-        """As Megatron's, of a hidden state [s (/ tp under SP), b, h]."""
+        """Returns the length of the whole sequence of a hidden state [s (/ tp under SP), b, h]."""
         return hidden.shape[0] * self.parts
 
     def forward(self, length: int, packed_seq: bool = False) -> torch.Tensor | tuple[torch.Tensor, float]:
@@ -69,7 +69,7 @@ class LatentAngles(nn.Module):
 
 
 class WholeLinear(nn.Module):
-    """A linear that every TP rank has whole; called as Megatron's are, so that its bias comes apart: None."""
+    """Computes a linear that is replicated over TP; like Megatron's it returns a separate bias, which is None."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -87,10 +87,10 @@ def configure_mla(
     device: torch.device,
     te: bool,
 ) -> None:
-    """Replaces what of a ``MLASelfAttention`` just made is not the definition's.
+    """Replaces the parts of a new ``MLASelfAttention`` that differ from the definition.
 
     Args:
-        te: it is made of Transformer Engine's modules, which has whole linears of its own.
+        te: it consists of Transformer Engine's modules, which include a replicated linear.
     """
     attention.rotary_pos_emb = angles
     for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):

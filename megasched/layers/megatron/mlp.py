@@ -1,4 +1,4 @@
-"""An MLP computed by Megatron's own ``MLP``, filled with the definition's weights."""
+"""Computes an MLP by Megatron's own ``MLP``, filled with the definition's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megasched.plan.megatron.params import has_bias, mlp_assemblies, output_feat
 
 
 class MegatronMlp(nn.Module):
-    """Takes the place of the definition's MLP.
+    """Replaces the definition's MLP.
 
     Args:
         layer: Megatron's, which takes and returns [t (/ tp under SP), 1, h].
@@ -32,8 +32,11 @@ class MegatronMlp(nn.Module):
         self.layer = layer
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., h] -> the same. Tokens are computed one by one, so it does not matter how they lie; sequence
-        parallelism gathers and scatters along the first dimension."""
+        """Maps [..., h] to [..., h].
+
+        Tokens are independent, so their order does not matter; sequence parallelism gathers and scatters along the
+        first dimension.
+        """
         shape = hidden_states.shape
         output, bias = self.layer(hidden_states.reshape(-1, 1, shape[-1]))
         # No view, as autograd would let nobody change one in place that Megatron's functions have made, and Falcon
@@ -42,7 +45,7 @@ class MegatronMlp(nn.Module):
 
 
 def lower_mlp(path: str, model: nn.Module, context: BuildContext) -> MegatronMlp:
-    """Megatron's MLP in the place of the definition's at ``path``, its values filled in."""
+    """Returns Megatron's MLP for the definition's at ``path``, filled with its values."""
     plan, structure = context.plan, context.plan.structure
     assert structure is not None
     index = structure.index_of(path)
@@ -64,10 +67,10 @@ def lower_mlp(path: str, model: nn.Module, context: BuildContext) -> MegatronMlp
 
 
 def mlp_config(layer: str, mlp: MlpSpec, context: BuildContext) -> dict[str, Any]:
-    """What Megatron's config says of an MLP that is HF's in ``layer``, but for its biases.
+    """Returns the fields of Megatron's config for HF's MLP in ``layer``, except for its biases.
 
-    Of its activation's fused kernels the trainer's flag counts. These of GELU approximate it by a hyperbolic
-    tangent, and without a gate want biases (``core/transformer/mlp.py``).
+    The trainer's flag enables fused kernels of the activation. Those of GELU are the tanh approximation, and need
+    biases if there is no gate (``core/transformer/mlp.py``).
     """
     assert isinstance(context.config, TransformerConfig)
     tanh = mlp.activation == "gelu_tanh"

@@ -1,4 +1,4 @@
-"""A mixture of experts computed by Megatron's own ``MoELayer``, filled with the definition's weights."""
+"""Computes a mixture of experts by Megatron's own ``MoELayer``, filled with the definition's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megasched.plan.megatron.params import CORRECTION, mixture_assemblies
 
 
 class MegatronMixture(nn.Module):
-    """Takes the place of the definition's module of router and experts.
+    """Replaces the definition's module of router and experts.
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
@@ -33,14 +33,14 @@ class MegatronMixture(nn.Module):
         self.layer, self.with_scores = layer, with_scores
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """[b, s (/ tp under SP), h] -> the same; beside it nothing in the place of scores."""
+        """Maps [b, s (/ tp under SP), h] to the same shape; with scores, returns None in their place as well."""
         output, _ = self.layer(hidden_states.transpose(0, 1).contiguous())
         hidden = output.transpose(0, 1)
         return (hidden, None) if self.with_scores else hidden
 
 
 def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildContext) -> MegatronMixture:
-    """Megatron's mixture in the place of the definition's at ``path``, its values filled in."""
+    """Returns Megatron's mixture for the definition's at ``path``, filled with its values."""
     plan, structure = context.plan, context.plan.structure
     assert structure is not None
     index = structure.index_of(path)
@@ -64,7 +64,7 @@ def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildC
 
 
 def configure_moe(made: Any, mixture: MoeSpec, te: bool) -> None:
-    """Lets biases be added in Megatron's mixture just made, and routers have weights in float32 in half precision.
+    """Prepares a new mixture of Megatron's for experts with biases, and for router weights in float32.
 
     Args:
         te: its experts are Transformer Engine's.
@@ -75,25 +75,33 @@ def configure_moe(made: Any, mixture: MoeSpec, te: bool) -> None:
 
 
 def _changeable(linear: nn.Module, arguments: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Megatron's ``MLP`` adds an expert's bias in place (megatron/core/transformer/mlp.py:354), to what autograd
-    takes for a view where a group of one rank has reduced nothing. Transformer Engine's experts do not."""
+    """Returns a clone of an expert's output, so that it can be changed in place.
+
+    Megatron's ``MLP`` adds the expert's bias in place (megatron/core/transformer/mlp.py:354); autograd takes the
+    output for a view if a group of one rank has reduced nothing. Transformer Engine's experts do not add in place.
+    """
     return output[0].clone(), output[1]
 
 
 def _as_its_weight(router: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """No matrix product of a GPU takes a weight in float32 beside half precision, as the router would have it."""
+    """Casts the router's input to the dtype of its weight.
+
+    GPUs have no matrix product of a float32 weight with half precision, which the router would call.
+    """
     return (arguments[0].to(router.weight.dtype), *arguments[1:])
 
 
 def note_correction(made: str, layer: str, mixture: MoeSpec, context: BuildContext) -> None:
-    """Has the buffer of Megatron's mixture at ``made`` known by its name in the definition's layer."""
+    """Registers the definition's name for the correction buffer of Megatron's mixture at ``made``."""
     if mixture.correction:
         context.renamed_buffers[f"{made}.{CORRECTION}"] = f"{layer}.{mixture.correction}"
 
 
 def moe_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[str, Any]:
-    """What Megatron's config says of a mixture of experts that is HF's in ``layer``: no token is
-    dropped. Of the losses, the dispatcher and the fusions, the trainer's flags count."""
+    """Returns the fields of Megatron's config for HF's mixture of experts in ``layer``; no token is dropped.
+
+    Losses, dispatcher and fusions follow the trainer's flags.
+    """
     plan, trainer = context.plan, context.config
     assert isinstance(trainer, TransformerConfig)
     flex = trainer.moe_token_dispatcher_type == "flex"

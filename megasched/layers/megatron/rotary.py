@@ -1,4 +1,4 @@
-"""Rotary angles of Megatron's attention, by the definition's own frequencies."""
+"""Computes rotary angles of Megatron's attention from the definition's own frequencies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LayerAngles = Callable[[int], OwnAngles | None]
 
 
 def rotary_angles(model: nn.Module, attention: AttentionSpec, ranks: CpGroup | None) -> LayerAngles:
-    """Of a definition's layers; those with the same frequencies have the same angles."""
+    """Returns the rotary angles of a definition's layers; layers with the same frequencies share them."""
     known: dict[str, Angles] = {}
 
     def of_layer(index: int) -> OwnAngles | None:
@@ -37,7 +37,7 @@ def rotary_angles(model: nn.Module, attention: AttentionSpec, ranks: CpGroup | N
 
 
 def _angles(frequencies: torch.Tensor, interleaved: bool) -> Angles:
-    """Angles of every position; computed once for a length."""
+    """Returns the function for the angles of all positions, which are computed once per length."""
 
     @lru_cache(maxsize=2)
     def angles(length: int, device: torch.device) -> torch.Tensor:
@@ -51,8 +51,7 @@ def _angles(frequencies: torch.Tensor, interleaved: bool) -> Angles:
 
 
 def _own_angles(angles: Angles, ranks: CpGroup | None, device: torch.device, length: int) -> torch.Tensor:
-    """Those of the part of the sequence that this rank has, of so many tokens; all of it without context
-    parallelism."""
+    """Returns the angles of the ``length`` tokens of this rank; these are all without context parallelism."""
     if ranks is None:
         return angles(length, device)
     return ranks.zigzag.local_sequence(angles(length * ranks.zigzag.size, device), ShardDim(0))

@@ -1,7 +1,7 @@
-"""Small copies of modules of a definition: its own instances, with all that they were given, of small parameters.
+"""Makes small copies of a definition's modules: the same instances, with all their state, but small parameters.
 
-Only what counts features of the hidden state, or inside an MLP or an expert, is made small. Heads and their sizes,
-experts and all else stay, and so do attributes, code and hooks.
+Only the features of the hidden state, and those inside an MLP or an expert, are reduced. The number and size of
+heads, the number of experts and everything else stay, as do attributes, code and hooks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 def copy_tree(module: nn.Module, other: Mapping[int, Any]) -> Any:
-    """A copy of a module and all in it, which shares parameters, buffers and attributes with it.
+    """Returns a copy of a module and all its submodules, which shares parameters, buffers and attributes with it.
 
     Args:
-        other: id of a value of an attribute, or of a module -> what takes its place.
+        other: id of an attribute's value, or of a module -> its replacement.
     """
     if id(module) in other:
         return other[id(module)]
@@ -52,7 +52,7 @@ def copy_tree(module: nn.Module, other: Mapping[int, Any]) -> Any:
 
 
 def attention_sizes(layer: nn.Module, attention: AttentionSpec) -> Sizes:
-    """Name in a layer of each parameter of its attention -> shape in the copy."""
+    """Returns the small shape of each parameter of a layer's attention, by its name in the layer."""
     latent = attention.mla
     inputs = attention.inputs if latent is None else attention.whole
     found = _all_of(layer, attention.module)
@@ -93,12 +93,12 @@ def layer_sizes(layer: nn.Module, block: LayerSpec, mixture: MoeSpec | None) -> 
 
 
 def _all_of(layer: nn.Module, path: str) -> Sizes:
-    """As they are."""
+    """Returns the unchanged shapes of all parameters of a module."""
     return {f"{path}.{name}": tuple(held.shape) for name, held in layer.get_submodule(path).named_parameters()}
 
 
 def _of_linears(layer: nn.Module, names: Iterable[str], inputs: int = 0, outputs: int = 0) -> Sizes:
-    """With other numbers of features; 0: as they are."""
+    """Returns the shapes of linears with other numbers of features; 0 keeps the number."""
     found: Sizes = {}
     for name in names:
         linear: Any = layer.get_submodule(name)
@@ -112,11 +112,11 @@ def _of_linears(layer: nn.Module, names: Iterable[str], inputs: int = 0, outputs
 
 
 def make_small(layer: nn.Module, sizes: Sizes, attention: str) -> None:
-    """Gives a copy of a layer small parameters with values at random, in float32, and buffers values.
+    """Gives a copy of a layer small parameters with random values, in float32, and values to its buffers.
 
     Args:
-        layer: of ``copy_tree``, or a copy of one module in it under its path.
-        sizes: of all its parameters that are used, by their names.
+        layer: result of ``copy_tree``, or a copy of one module in the layer under its path.
+        sizes: shapes of all parameters that are used, by their names.
         attention: path of its attention, in which attributes that count features count those of all heads; empty:
             there is none.
     """
@@ -143,7 +143,7 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def _counted(layer: nn.Module, sizes: Sizes) -> dict[int, set[int]]:
-    """A number of features -> those of the copy; two where it counts both inside and outside of an MLP."""
+    """Maps each number of features to those of the copy; two if it occurs both inside and outside of an MLP."""
     found: dict[int, set[int]] = defaultdict(set)
     for name, held in layer.named_parameters():
         for old, new in zip(held.shape, sizes.get(name, ()), strict=False):
@@ -152,7 +152,7 @@ def _counted(layer: nn.Module, sizes: Sizes) -> dict[int, set[int]]:
 
 
 def _count(name: str, counts: set[int]) -> int:
-    """Which of them an attribute of that name is."""
+    """Returns which of the numbers an attribute of that name counts."""
     inside = counts - {HIDDEN}
     return HIDDEN if HIDDEN in counts and not (inside and _INSIDE.match(name)) else min(inside)
 
@@ -176,7 +176,7 @@ def _feeds_activation(name: str) -> bool:
 
 
 def _set_size(module: Any) -> None:
-    """Of modules of torch's and HF's that keep the shape of their weight beside it, and compute with it."""
+    """Updates the sizes that modules of torch and HF store beside their weight and compute with."""
     weight = module._parameters.get("weight")
     if weight is None:
         return
@@ -189,7 +189,7 @@ def _set_size(module: Any) -> None:
 
 
 def replaced_in(config: Any, field: Callable[[str, Any], Any]) -> Any:
-    """A copy of a config whose fields are what ``field(name, value)`` says."""
+    """Returns a copy of a config with each field replaced by ``field(name, value)``."""
     made = copy.copy(config)
     made.__dict__ = {name: field(name, value) for name, value in vars(config).items()}
     return made

@@ -1,10 +1,10 @@
-"""Whether Megatron's module computes what this very instance of the definition does: tried with numbers.
+"""Tries with numbers whether Megatron's module computes the same as an instance of the definition's.
 
-Small copies of both, of the same weights by the mapping that a run loads them with, get the same input; output and
-gradients of input and parameters must be the same. It is tried where a plan is made, on the CPU, in groups of one
-rank: what is declined is then planned at another level, and `show` says why before any GPU is held. Megatron's own
-modules are used without Transformer Engine; what that computes, its own tests compare. They are imported with this
-module, so before CUDA is emulated: what they find of it then, a run goes by.
+Small copies of both, with the same weights by the mapping that a run loads them with, get the same input; output
+and gradients of input and parameters must agree. The trial runs on the CPU while a plan is made, in groups of one
+rank: a module that is declined is planned at another level, and `show` says why before any GPU is used. Megatron's
+own modules are used without Transformer Engine, whose tests cover its modules. Megatron is imported with this
+module, so before CUDA is emulated: a run depends on what its modules find of CUDA at import.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": 
 
 
 def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: TrialSubject) -> str:
-    """In what Megatron's module gives other numbers than the definition's; empty: in nothing."""
+    """Returns how Megatron's module computes other numbers than the definition's, as text; empty if it doesn't."""
     try:
         with (
             _alone(),
@@ -115,7 +115,7 @@ def _attention(roles: Roles) -> AttentionSpec | None:
 
 
 def _window(roles: Roles, index: int) -> int | None:
-    """Of a layer."""
+    """Returns the attention window of a layer, or None."""
     attention = _attention(roles)
     return attention.windows[index] if attention is not None and attention.windows else None
 
@@ -132,7 +132,7 @@ def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: TrialSubject) ->
 
 
 class _Model:
-    """Stands for the definition where Megatron's module takes its values from: one layer is a small copy."""
+    """Stands in for the definition as the source of values for Megatron's module, with one small layer."""
 
     def __init__(self, model: nn.Module, path: str, layer: nn.Module) -> None:
         self.model, self.path, self.layer = model, path, layer
@@ -148,7 +148,10 @@ class _Model:
 
 @contextmanager
 def _windows_asked(model: Any) -> Iterator[set[int | None]]:
-    """The windows that the definition hands to HF's attention function inside; some heed the mask alone."""
+    """Yields the set of windows that the definition passes to HF's attention function in its body.
+
+    Some definitions rely on the mask alone.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name, asked = model.config._attn_implementation, set[int | None]()
@@ -171,7 +174,7 @@ def _windows_asked(model: Any) -> Iterator[set[int | None]]:
 
 
 def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]]:
-    """The same of a definition whose windows are as short as the trial wants; and the configs of that."""
+    """Returns the roles with windows as short as the trial needs, and configs to match by their originals' ids."""
     attention = _attention(roles)
     known = set(attention.windows) if attention is not None else set()
     long = {window for window in known if window is not None and window > WINDOW}
@@ -196,7 +199,7 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
 def _megatron(
     plan: Plan, model: Any, roles: Roles, subject: TrialSubject, sizes: Sizes
 ) -> tuple[nn.Module, dict[str, ParamMapping]]:
-    """Megatron's module with the values of the small copy, and what its parameters are made of."""
+    """Returns Megatron's module with the values of the small copy, and the mappings of its parameters."""
     context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
     if subject.kind == "mixture":
         assert isinstance(roles.moe, MoeSpec)
@@ -218,8 +221,11 @@ def _megatron(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Where there may be neither a GPU nor process groups: Megatron's modules ask for CUDA, and a real one is not
-    touched; and they keep the groups that they are given."""
+    """Runs its body without a GPU or process groups.
+
+    Megatron's modules ask for CUDA, which is emulated, so that a real GPU is not touched; and they keep the groups
+    that they are given.
+    """
     emulated = "host_cuda" in patches.active()
     if not emulated:
         patches.apply("host_cuda", force=True, quiet=True)
@@ -238,7 +244,7 @@ def _alone() -> Iterator[None]:
 
 
 def _small_plan(plan: Plan, layer: str, sizes: Sizes) -> Plan:
-    """Of one rank, and of small parameters in one layer."""
+    """Returns a plan for one rank, with small parameters in one layer."""
     placements = {}
     for name, shape in sizes.items():
         canonical = plan.canonical[f"{layer}.{name}"]
@@ -277,7 +283,7 @@ def _context(plan: Plan) -> Any:
 
 @dataclass(frozen=True)
 class _CalledModule:
-    """A module and how it is called with a hidden state [b, s, h]."""
+    """Holds a module and how it is called with a hidden state [b, s, h]."""
 
     module: nn.Module
     kind: str
@@ -294,7 +300,7 @@ class _CalledModule:
         return output[0] if isinstance(output, tuple) else output
 
     def _handed_on(self) -> dict[str, Any]:
-        """Of what the layer is called with, what has the name of an argument of its attention."""
+        """Returns those of the layer's arguments that its attention has a parameter for."""
         bound = inspect.signature(type(self.layer).forward).bind(self.layer, *self.args, **self.kwargs).arguments
         given = {**bound, **bound.get("kwargs", {})}
         hidden = self.slot.get(self.args, self.kwargs)
@@ -311,10 +317,10 @@ class _CalledModule:
 def _unequal(
     theirs: _CalledModule, ours: _CalledModule, x: torch.Tensor, model: Any, assemblies: dict[str, ParamMapping]
 ) -> str:
-    """What of output and gradients is not the same.
+    """Returns which of output and gradients differ, as text; empty if none does.
 
     Args:
-        assemblies: what Megatron's parameters are made of whose gradients are compared, too.
+        assemblies: mappings of Megatron's parameters whose gradients are compared, too.
     """
     own = {name: held for name, held in ours.module.named_parameters() if name in assemblies}
     parts = {name: [model.get_parameter(part.name) for part in assemblies[name].parts] for name in own}
@@ -337,7 +343,7 @@ def _unequal(
 
 
 def _results(called: _CalledModule, x: torch.Tensor, held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The output, and the gradients of input and parameters; zeros where there is none."""
+    """Returns the output, and the gradients of input and parameters; zeros for missing ones."""
     x = x.clone().requires_grad_()
     output = called(x)
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
@@ -347,10 +353,10 @@ def _results(called: _CalledModule, x: torch.Tensor, held: list[torch.Tensor]) -
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> bool:
-    """Whether two tensors, which may be large, are equal but for rounding; none is that has no number.
+    """Returns whether two tensors, which may be large, are equal up to rounding; NaN equals nothing.
 
     Args:
-        least: to which rounding is relative where the numbers themselves are smaller.
+        least: size to which rounding is relative if the numbers themselves are smaller.
     """
     if one.shape != other.shape:
         return False
@@ -359,8 +365,10 @@ def _close(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> bool:
 
 @contextmanager
 def _constant_dropout() -> Iterator[None]:
-    """Dropout takes from every element the share that it takes from all, so that both sides show where they have
-    it and how much."""
+    """Runs its body with dropout that scales all elements by the share that it keeps.
+
+    So both sides reveal the places and probabilities of their dropout.
+    """
     attend = F.scaled_dot_product_attention
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trials of all modules of a definition that Megatron's are to stand for: one for those that are alike."""
+"""Tries all modules of a definition that Megatron's are to replace: one trial for those that are alike."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _OF_MODULES = frozenset(["_parameters", "_buffers", "_modules"])
 
 
 class Trials:
-    """Why Megatron's modules do not compute what those of one definition do; empty where they do.
+    """Finds why Megatron's modules do not compute the same as a definition's; empty if they do.
 
     Args:
-        subjects: all that may be asked for.
+        subjects: all modules that may be tried.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, roles: Roles, subjects: Iterable[TrialSubject]) -> None:
@@ -44,7 +44,7 @@ class Trials:
         return self.known[key]
 
     def _try(self, subjects: Iterable[TrialSubject]) -> str:
-        """Of the first and the last of those that are alike but for their numbers: code may scale by depth."""
+        """Tries the first and the last of the modules that differ only in number, as code may scale by depth."""
         from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
 
         for subject in subjects:
@@ -58,7 +58,7 @@ class Trials:
         return self._keys[subject]
 
     def _found(self, subject: TrialSubject) -> Hashable:
-        """What modules have in common that compute the same, but for their layer's number."""
+        """Returns a key that is equal for modules that compute the same, whatever their layer's number."""
         structure, roles = self.plan.structure, self.roles
         assert structure is not None
         index = structure.index_of(subject.path)
@@ -79,7 +79,7 @@ class Trials:
 
 
 def _of_layer(attention: AttentionSpec, index: int | None) -> AttentionSpec:
-    """What is said of one layer's."""
+    """Returns the attention spec with the values of one layer."""
     assert index is not None
 
     def of_layer(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -94,10 +94,10 @@ def _of_layer(attention: AttentionSpec, index: int | None) -> AttentionSpec:
 
 
 def _state(module: nn.Module, index: int | None) -> Hashable:
-    """Of a module and all in it: types, attributes, shapes of parameters, values of buffers.
+    """Returns types, attributes, shapes of parameters and values of buffers of a module and its submodules.
 
     Args:
-        index: attributes that are called after a layer and have this number do not count.
+        index: number of the layer; attributes named after a layer that have this value are ignored.
     """
     found = []
     for path, part in module.named_modules():

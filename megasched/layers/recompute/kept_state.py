@@ -1,8 +1,8 @@
-"""What a module's code keeps from one call to the next, for a call that is made a second time.
+"""Restores the state that a module's code keeps from call to call, for a call that is repeated.
 
-A forward that is recomputed runs twice, and a training step has it run once: moving averages in buffers, counters
-in attributes, numbers drawn from Python's or numpy's generators. The second call finds all as the first one found
-it, and leaves all as it was.
+A recomputed forward runs twice, but a training step should see it once: moving averages in buffers, counters in
+attributes, numbers drawn from Python's or numpy's generators. The second call finds the state that the first one
+found, and leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Buffer(NamedTuple):
 
 
 class KeptState:
-    """Of one module and those inside. Tensors that its code writes to in place are learnt in its first call.
+    """Tracks the state of one module and its submodules; the first call shows which tensors are written in place.
 
     Args:
-        module: as it is when it is first called.
-        path: of it, for messages.
+        module: in its state before the first call.
+        path: path of the module, for messages.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -42,13 +42,13 @@ class KeptState:
         self._written: set[_Buffer] | None = None
 
     def before(self) -> StateBefore:
-        """What is there now; to be asked before a call."""
+        """Returns a snapshot of the state, to be taken before a call."""
         if self._written is None:
             self._modules = [module for _, module in self._own_modules()]
         return StateBefore(self, self._modules)
 
     def tensors(self) -> Iterator[tuple[_Buffer, torch.Tensor]]:
-        """Buffers, and tensors in attributes."""
+        """Yields buffers, and tensors in attributes."""
         for path, module in self._own_modules():
             for held in (vars(module), module._buffers):
                 for name, value in held.items():
@@ -61,17 +61,17 @@ class KeptState:
                 yield path, module
 
     def to_be_copied(self) -> list[tuple[_Buffer, torch.Tensor]]:
-        """Those that the code may write to in place; all as long as nothing is known."""
+        """Returns the tensors that the code may write in place; all of them before the first call."""
         found = self.tensors()
         return [(at, tensor) for at, tensor in found if self._written is None or at in self._written]
 
     def learn(
         self, versions: dict[_Buffer, tuple[torch.Tensor, int]], copies: list[tuple[_Buffer, torch.Tensor]]
     ) -> None:
-        """Which of these tensors were written to since they had these versions, or values.
+        """Finds which of these tensors were written since they had these versions, or values.
 
         Raises:
-            ScheduleError: one was that was not in the first call.
+            ScheduleError: one was written that was not written in the first call.
         """
         written = {at for at, (tensor, version) in versions.items() if tensor._version != version}
         if self._written is None:  # kernels of torch's own write past the versions
@@ -84,7 +84,7 @@ class KeptState:
 
 
 class StateBefore:
-    """As it was before a call."""
+    """Holds a snapshot of the state before a call."""
 
     def __init__(self, kept: KeptState, modules: list[nn.Module]) -> None:
         self._kept = kept
@@ -94,13 +94,13 @@ class StateBefore:
         self._random = _random_states()
 
     def called(self) -> None:
-        """The call has been made."""
+        """Marks the call as made, and learns which tensors it wrote."""
         self._kept.learn(self._versions, self._copies)
         self._versions = {}
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In which all is as it was; after it, as it is."""
+        """Runs its body with the state of the snapshot, and then restores the present one."""
         now = [(module, dict(vars(module)), dict(module._buffers)) for module, _, _ in self._attributes]
         states = _random_states()
         self._put(self._attributes)

@@ -1,4 +1,4 @@
-"""Activation recompute with Megatron's RNG states: bit for bit what the first forward computed."""
+"""Recomputes activations with Megatron's RNG states, bit for bit as the first forward computed them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megasched.layers.recompute.kept_state import KeptState, StateBefore
 
 
 class _Snapshot:
-    """Megatron's tracked RNG states at the start of the first forward, and what a module's code keeps, put back
-    around the second."""
+    """Saves state at the start of the first forward, and restores it for the second.
+
+    It holds Megatron's tracked RNG states, and the state that a module's code keeps.
+    """
 
     def __init__(self, kept: KeptState | None) -> None:
         self.kept = kept
@@ -63,18 +65,18 @@ def _contexts(kept: KeptState | None) -> tuple[AbstractContextManager[None], Abs
 
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``function``, which keeps nothing from call to call, as ``recompute_call`` does."""
+    """Runs ``function``, which keeps no state between calls, as ``recompute_call`` does."""
     return recompute_call(None, function, args, kwargs)
 
 
 def recompute_call(
     kept: KeptState | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs ``function`` without keeping its activations; they are computed again in the backward pass.
+    """Runs ``function`` without keeping its activations, which the backward pass recomputes.
 
-    torch keeps the default RNG state, ``_Snapshot`` Megatron's, and ``kept`` what a module's code keeps. The
-    non-reentrant form takes any structure of arguments, so a block that is fed integer ids alone still gets its
-    gradients. In 8 bits Transformer Engine recomputes: it knows the scales of the first forward.
+    torch saves the default RNG state, ``_Snapshot`` Megatron's, and ``kept`` the state that a module's code keeps.
+    The non-reentrant form takes any structure of arguments, so a block whose only inputs are integer ids still
+    gets its gradients. In 8 bits Transformer Engine recomputes: it knows the scales of the first forward.
     """
     contexts = partial(_contexts, kept)
     if _in_fp8():
@@ -85,7 +87,7 @@ def recompute_call(
 
 
 def _in_fp8() -> bool:
-    """Whether a context of 8-bit training is entered now."""
+    """Returns whether a context of 8-bit training is active."""
     if "transformer_engine.pytorch" not in sys.modules:
         return False
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -95,7 +97,7 @@ def _in_fp8() -> bool:
 
 @contextmanager
 def tracker_states() -> Iterator[None]:
-    """Puts Megatron's tracked random states back as they were before."""
+    """Restores Megatron's tracked RNG states at the end of its body."""
     tracker = _tracker()
     kept = tracker.get_states() if tracker is not None else None
     try:

@@ -1,9 +1,8 @@
-"""Transformer Engine's ``DotProductAttention`` behind the same attention function, where TE is there.
+"""Calls Transformer Engine's ``DotProductAttention`` from the attention function, if TE is installed.
 
-TE picks among its kernels (cuDNN fused, flash, unfused) by itself. Grouped heads, scales, dropout, sliding windows
-and learned sinks are passed to it; soft caps where it has a kernel for them. What it can't do here (position bias,
-masks of other shapes) stays with torch. Under context parallelism TE exchanges keys and values by itself, as
-``--cp-comm-type`` says.
+TE chooses among its kernels (cuDNN fused, flash, unfused) itself. Grouped heads, scales, dropout, sliding windows
+and learned sinks are passed to it; soft caps if it has a kernel for them. Torch computes the rest (position bias,
+masks of other shapes). Under context parallelism TE itself exchanges keys and values, by ``--cp-comm-type``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 @cache
 def te_attention() -> type | None:
-    """TE's ``DotProductAttention``, or None where TE can't be imported."""
+    """Returns TE's ``DotProductAttention``, or None if TE can't be imported."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     from transformer_engine.pytorch import DotProductAttention
@@ -28,14 +27,17 @@ def te_attention() -> type | None:
 
 
 def uses_transformer_engine(device: torch.device) -> bool:
-    """Whether models on this device are made of TE's modules: it has kernels for GPUs alone."""
+    """Returns whether models on this device are made of TE's modules: it has kernels for GPUs alone."""
     return device.type == "cuda" and te_attention() is not None
 
 
 @cache
 def te_caps_logits() -> bool:
-    """Whether TE has a kernel for soft-capped logits here. Only flash-attn's has it (``get_attention_backend`` in
-    TE); without, TE would keep [b, heads, s, s] tensors as plain operations do."""
+    """Returns whether TE has a kernel for soft-capped logits in this environment.
+
+    Only flash-attn's has it (``get_attention_backend`` in TE); without it, TE would keep [b, heads, s, s] tensors,
+    as plain operations do.
+    """
     cls = te_attention()
     if cls is None or "softcap" not in signature(cls).parameters:
         return False
@@ -46,7 +48,7 @@ def te_caps_logits() -> bool:
 
 @cache
 def _flash_attn_2_caps_logits() -> bool:
-    """Whether the one kernel is there that caps logits under context parallelism, too (flash-attn 3 does not)."""
+    """Returns whether flash-attn 2 is there, whose kernel alone caps logits under context parallelism, too."""
     from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils as flash
 
     return bool(flash.v2_6_0_plus)
@@ -61,7 +63,7 @@ def why_not_te(
     other_mask: bool,
     packed: bool = False,
 ) -> str:
-    """Why a call of attention stays with torch; empty where TE takes it.
+    """Returns why torch computes a call of attention; empty if TE does.
 
     Args:
         other_mask: there is a mask that is neither causal nor a sliding window.
@@ -85,18 +87,18 @@ def why_not_te(
 
 
 def window_of(sliding_window: int | None, length: int) -> tuple[int, int]:
-    """TE's (left, right) window of a causal layer; HF counts the token itself, TE does not. (-1, 0): no window."""
+    """Returns TE's (left, right) window of a causal layer; HF counts the token itself. (-1, 0) is no window."""
     if sliding_window is None or sliding_window >= length:
         return (-1, 0)
     return (sliding_window - 1, 0)
 
 
 def contiguous_unshared(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same values, each tensor contiguous, from the start of a storage that no other one shares.
+    """Returns the tensors with the same values, each contiguous, from the start of a storage of its own.
 
-    TE guesses from strides, offsets and storages how q, k and v lie (``get_qkv_layout``), and its kernels go by
-    the guess alone. It does not see views of [b, heads, s, d] as such, and refuses strides that differ in a dim of
-    size 1, which ``contiguous()`` leaves as they are. What lies so already is not copied.
+    TE guesses the layout of q, k and v from strides, offsets and storages (``get_qkv_layout``), and its kernels
+    rely on the guess alone. It does not recognise views of [b, heads, s, d], and refuses strides that differ in a
+    dim of size 1, which ``contiguous()`` does not change. Tensors with that layout already are not copied.
     """
     storages = [t.untyped_storage().data_ptr() for t in tensors]
     found = []
@@ -111,14 +113,14 @@ def contiguous_unshared(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class TeCpArgs:
-    """What TE is told of context parallelism, under its own names.
+    """Holds TE's arguments for context parallelism, under its own names.
 
     Attributes:
-        cp_group: the ranks that share a sequence; a list of two groups, one in the other, for ``a2a+p2p``.
-        cp_global_ranks: of that group.
+        cp_group: the ranks that share a sequence; a list of two nested groups for ``a2a+p2p``.
+        cp_global_ranks: global ranks of that group.
         cp_stream: CUDA stream on which TE communicates; one for all modules.
         cp_comm_type: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``.
-        size: how many ranks they are.
+        size: number of these ranks.
     """
 
     cp_group: Any
@@ -128,17 +130,17 @@ class TeCpArgs:
     size: int
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``DotProductAttention``."""
+        """Returns the arguments of ``DotProductAttention``."""
         names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
         return {name: getattr(self, name) for name in names}
 
 
 class TeCore:
-    """The TE modules of one attention module, one for each form of call that it makes.
+    """Holds the TE modules of one attention module, one for each form of call that it makes.
 
     Args:
         tp_size, tp_group: of the ranks that share the heads.
-        context: what TE is told of context parallelism; None without.
+        context: TE's arguments for context parallelism; None without it.
     """
 
     def __init__(self, tp_size: int, tp_group: Any, context: TeCpArgs | None = None) -> None:
@@ -154,8 +156,9 @@ class TeCore:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> str:
-        """Why a call stays with torch under context parallelism (``attn_forward_func_with_cp`` and
-        ``get_attention_backend`` in TE 2.20); empty where TE takes it.
+        """Returns why torch computes a call under context parallelism; empty if TE does.
+
+        See ``attn_forward_func_with_cp`` and ``get_attention_backend`` in TE 2.20.
 
         Args:
             query, key: [b, heads, s / cp, d].
@@ -193,11 +196,11 @@ class TeCore:
         sinks: torch.Tensor | None = None,
         packed: tuple[torch.Tensor, int] | None = None,
     ) -> torch.Tensor:
-        """Attention of [b, heads, s, d] tensors (HF's order); returns [b, heads, s, d].
+        """Computes attention of [b, heads, s, d] tensors (HF's order); returns [b, heads, s, d].
 
         Args:
-            sinks: [heads], logits of a place that is attended to and left out of the result.
-            packed: [n + 1] int32, cumulative lengths of the sequences of all rows, and the longest; causal.
+            sinks: [heads], logits of an extra place that queries attend to and that adds nothing to the result.
+            packed: [n + 1] int32, cumulative lengths of the sequences of all rows, and the longest length; causal.
         """
         widths = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
         form = (*widths, causal, window, dropout, scaling, softcap, sinks is not None, packed is not None)

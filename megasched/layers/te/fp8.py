@@ -1,8 +1,8 @@
-"""8-bit training by Transformer Engine: Megatron's context around the layers.
+"""Runs layers in Megatron's context for 8-bit training by Transformer Engine.
 
-The recipes and what they do are Megatron's and Transformer Engine's. A context is entered where Megatron's
-``TransformerBlock`` enters it (megatron/core/transformer/transformer_block.py:600): for delayed scaling once
-around all layers, because leaving it updates the scales; for the other recipes around each layer.
+The recipes are Megatron's and Transformer Engine's. The context is entered at the same places as in Megatron's
+``TransformerBlock`` (megatron/core/transformer/transformer_block.py:600): for delayed scaling once around all
+layers, because leaving it updates the scales; for the other recipes around each layer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def enter_fp8(model: nn.Module, plan: Plan, config: TransformerConfig, here: Callable[[str], bool]) -> None:
-    """Puts Megatron's 8-bit context around the layers for which ``here`` holds; delayed scaling has it around the
-    whole pass (``fp8_pass``).
+    """Wraps the layers for which ``here`` holds in Megatron's 8-bit context.
 
-    It stands outside of recompute, which must know that it recomputes in 8 bits.
+    Delayed scaling has its context around the whole pass (``fp8_pass``).
+
+    The context is outside of recompute, which must know that it recomputes in 8 bits.
     """
     structure = plan.structure
     if not config.fp8 or config.fp8_recipe == "delayed" or structure is None:
@@ -49,7 +50,7 @@ def _enter_layer(layer: nn.Module, config: TransformerConfig, index: int) -> Non
 
 
 def fp8_pass(config: TransformerConfig) -> AbstractContextManager[Any]:
-    """Around one forward pass of all layers on a stage: the context of delayed scaling."""
+    """Returns the context of delayed scaling for one forward of all layers on a stage; else a null context."""
     if not config.fp8 or config.fp8_recipe != "delayed":
         return nullcontext()
     from megatron.core.fp8_utils import get_fp8_context

@@ -1,4 +1,4 @@
-"""Compiler ``te``: sub-graphs that are what one of Transformer Engine's fusible operations computes."""
+"""Registers the compiler ``te``, for sub-graphs that one of Transformer Engine's fusible operations computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_te(subgraph: Subgraph) -> str:
 
 @register_compiler("te", _no_te)
 def te(part: ExtractedSubgraph) -> Callable[..., Any]:
-    """Transformer Engine's fusible operation for what the pattern computes."""
+    """Returns Transformer Engine's fusible operation for the pattern."""
     from transformer_engine.pytorch import ops
 
     fused = ops.SwiGLU()

@@ -1,9 +1,9 @@
-"""Linears over the TP group whose matrix product is Transformer Engine's, for 8-bit training.
+"""Defines linears over the TP group for 8-bit training, whose matrix product is Transformer Engine's.
 
-``te.Linear`` computes what is local to a rank; the communication is Megatron's own functions, in the places where
-it is in 16 bits too (``linear.py``). So a region around several columns may have taken their input over already,
-which Megatron's ``TEColumnParallelLinear`` does not allow for. What that leaves out: gathering along the sequence
-in 8 bits, and overlap of communication with the products. Megatron's own layers (level ``block``) have both.
+``te.Linear`` computes a rank's local product; Megatron's own functions communicate, in the same places as in 16
+bits (``linear.py``). So a region around several columns may already have gathered their input, which Megatron's
+``TEColumnParallelLinear`` does not allow. Two optimisations are left out: gathering along the sequence in 8 bits,
+and overlapping communication with the products. Megatron's own layers (level ``block``) have both.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from megasched.layers.tokens import Tokens
 
 
 def te_linear() -> Any:
-    """Transformer Engine's linear; imported by who needs it alone."""
+    """Returns Transformer Engine's linear, imported only when needed."""
     from transformer_engine.pytorch import Linear
 
     return Linear
 
 
 class TeProduct(SharedProduct):
-    """One matrix product of Transformer Engine's, for a linear or for several columns that read one tensor.
+    """Computes one matrix product of Transformer Engine's, for a linear or for columns with the same input.
 
     ``te.Linear`` takes a weight in several parameters (``parameters_split``), which it reads as one matrix without
-    a copy where they lie side by side in memory. These are the members' own parameters, so that the module tree
-    and its names stay the definition's; nothing of the 8-bit state is in it.
+    a copy if they are adjacent in memory. These are the members' own parameters, so that the module tree and its
+    names stay the definition's and contain nothing of the 8-bit state.
 
     Args:
         members: ``TeLinear``, in the order of their calls.
 
     Attributes:
-        first: the weights have changed since the last call, so that they are quantized again.
+        first: the weights have changed since the last call and must be quantized again.
     """
 
     def __init__(self, members: Sequence[TeLinear]) -> None:
@@ -76,7 +76,7 @@ class TeProduct(SharedProduct):
                 setattr(self._linear, f"{name}_bias", member.bias)
 
     def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Id of each member -> its output [..., out / tp]."""
+        """Returns the output [..., out / tp] of each member by its id."""
         one = self.members[0]
         self._linear.train(one.training)
         output = self._linear(one.take(x), is_first_microbatch=self.first)
@@ -88,15 +88,15 @@ class TeProduct(SharedProduct):
 
 
 class TeLinear(nn.Module):
-    """What columns and rows share.
+    """Holds the common parts of columns and rows.
 
     Attributes:
         weight: [out, in] of this rank.
-        joint: computes the product, perhaps with that of other columns.
+        joint: computes the product, perhaps together with that of other columns.
         adds_bias: the product adds the bias.
         group: the TP group.
         split: activations around it are split along the sequence.
-        tokens: how they stand in what it takes.
+        tokens: converts the shape of its input.
     """
 
     adds_bias = False
@@ -111,8 +111,10 @@ class TeLinear(nn.Module):
 
     @property
     def is_first_microbatch(self) -> bool:
-        """Megatron says so before the first micro-batch of a step (``set_is_first_microbatch`` in
-        megatron/core/transformer/module.py)."""
+        """Returns whether this is the first micro-batch of a step; Megatron sets it before that one.
+
+        See ``set_is_first_microbatch`` in megatron/core/transformer/module.py.
+        """
         return self.joint.first
 
     @is_first_microbatch.setter
@@ -120,16 +122,17 @@ class TeLinear(nn.Module):
         self.joint.first = first
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of the local product."""
+        """Returns the input of the local product."""
         raise NotImplementedError
 
 
 class TeColumnLinear(TeLinear):
-    """Takes [b, s, in] ([b, s / tp, in] where it gathers the sequence), returns [b, s, out / tp], or
-    [b, s, out] gathered.
+    """Computes [b, s, out / tp], or [b, s, out] gathered, from [b, s, in].
+
+    Its input is [b, s / tp, in] if it gathers the sequence.
 
     Attributes:
-        entered: a region around it has taken the input over to TP already.
+        entered: a region around it has already brought the input into TP.
         gather_output: return the whole output.
     """
 
@@ -155,8 +158,9 @@ class TeColumnLinear(TeLinear):
 
 
 class TeRowLinear(TeLinear):
-    """Takes [b, s, in / tp] (or [b, s, in], of which it takes its part), returns [b, s, out], or
-    [b, s / tp, out] under sequence parallelism.
+    """Computes [b, s, out] from [b, s, in / tp], or from its part of [b, s, in].
+
+    Under sequence parallelism its output is [b, s / tp, out].
 
     Attributes:
         input_is_parallel: the input is this rank's part already.
@@ -181,13 +185,14 @@ class TeRowLinear(TeLinear):
 
 
 def lower_te_linear(path: str, module: nn.Module, context: BuildContext, *, entered: bool) -> TeLinear:
-    """The layer that takes the place of an HF linear in 8-bit training, its values filled in; its product
-    (``joint``) is made later, when it is known which others belong to it.
+    """Returns the layer that replaces an HF linear in 8-bit training, filled with its values.
+
+    Its product (``joint``) is made later, when the other linears that share it are determined.
 
     Args:
-        path: of the module in the definition.
+        path: path of the module in the definition.
         module: ``nn.Linear`` or HF ``Conv1D``, on meta.
-        entered: a region around it already takes the input over to TP (see ``region.py``).
+        entered: a region around it already brings the input into TP (see ``regions.py``).
     """
     plan = context.plan
     column, split = plan.cuts[path] == "column", plan.splits_sequence(path)

@@ -1,4 +1,4 @@
-"""Why Megatron's own modules can't stand for a definition's."""
+"""Finds why Megatron's own modules can't stand in for a definition's."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from megasched.plan.plan import Plan
 
 @dataclass(frozen=True)
 class TrialSubject:
-    """A module that is compared by numbers with Megatron's.
+    """Identifies a module that a trial compares with Megatron's by numbers.
 
     Attributes:
         kind: layer, attention or mixture.
-        path: of the module.
-        layer: of the layer that it is or is in.
+        path: path of the module.
+        layer: path of its decoder layer: the module itself, or the one around it.
     """
 
     kind: str
@@ -55,12 +55,12 @@ MakeTrials = Callable[[Plan, "nn.Module", Roles, Iterable[TrialSubject]], Trial]
 
 @dataclass(frozen=True)
 class MegatronCandidate:
-    """A module that one of Megatron's may stand for.
+    """Describes a module that one of Megatron's may stand in for.
 
     Attributes:
-        layer: the layer that it is or is in.
-        around: the others that it is in; where one of them is Megatron's, this is gone.
-        mlp: how it is put together, or why Megatron's can't be; of an MLP alone.
+        layer: path of its decoder layer: the module itself, or the one around it.
+        around: paths of the candidates that it is in; where one of them is Megatron's, this module is gone.
+        mlp: spec of an MLP, or why Megatron's can't stand in for it; set for an MLP only.
     """
 
     kind: Literal["layer", "attention", "mixture", "MLP"]
@@ -70,7 +70,7 @@ class MegatronCandidate:
 
 
 class _Inside:
-    """Layer -> names of the parameters in it, and the calls on modules in it."""
+    """Holds, for each layer, the names of its parameters and the schedule's calls on its modules."""
 
     def __init__(self, plan: Plan) -> None:
         structure = plan.structure
@@ -89,14 +89,14 @@ class _Inside:
 
 @dataclass(frozen=True)
 class _Content:
-    """What Megatron's module would stand for.
+    """Describes the part of a definition that Megatron's module would stand in for.
 
     Attributes:
-        path: of the module.
-        layer: the layer that it is or is in; other paths are relative to it.
+        path: path of the module.
+        layer: path of its decoder layer; the names below are relative to it.
         cuts: linear -> how it must be cut.
-        known: names of parameters that there may be.
-        whole: linears that every TP rank must have whole.
+        known: names of parameters that the part may have.
+        whole: linears that must be replicated over TP.
     """
 
     path: str
@@ -107,10 +107,10 @@ class _Content:
 
 
 class MegatronFit:
-    """Why Megatron's modules can't stand for those of one plan; empty where they can.
+    """Tells why Megatron's modules can't stand in for those of one plan; empty where they can.
 
     Args:
-        trials: what compares them by numbers; without it none can stand for another.
+        trials: makes the trials that compare them by numbers; without it only MLPs can fit.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class MegatronFit:
         )
 
     def _is_described(self, path: str, part: MegatronCandidate) -> bool:
-        """Whether it is known how a layer, attention or mixture would be Megatron's."""
+        """Returns whether a spec says how a layer, attention or mixture would be Megatron's."""
         roles = self.roles
         if part.kind == "layer":
             layer = roles.layer
@@ -232,7 +232,7 @@ class MegatronFit:
         )
 
     def _handed_whole(self, path: str, part: MegatronCandidate) -> str:
-        """Whether a module in a layer is handed what was sent already, or more than its part of a sequence."""
+        """Returns why a module's input exceeds its part of a sequence or is communicated already; else empty."""
         plan, layer = self.plan, part.layer
         around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}
         if plan.layout.tp > 1 and not around.isdisjoint(plan.derived.regions):
@@ -245,7 +245,7 @@ class MegatronFit:
         return ""
 
     def _why_not_lowered(self, content: _Content) -> str:
-        """What of a part is cut, called or there otherwise than Megatron's module has it."""
+        """Returns which cut, schedule call or parameter rules Megatron's module out; empty without one."""
         plan = self.plan
         for name, cut in content.cuts.items():
             path = f"{content.layer}.{name}"
@@ -270,7 +270,7 @@ class MegatronFit:
         return ""
 
     def _unlike(self, content: _Content, made: Mapping[str, ParamMapping]) -> str:
-        """What of a part's parameters is not its own, or not trained as the others."""
+        """Returns why the parameters can't be Megatron's: tied elsewhere, or trained in part; or empty."""
         if any(self.plan.canonical[name] != name for name in self._names(content)):
             return "a parameter is tied to one of another layer"
         for parts in made.values():
@@ -282,7 +282,7 @@ class MegatronFit:
         return [name for name in self.inside.names[content.layer] if name.startswith(f"{content.path}.")]
 
     def _uneven_biases(self, layer: str, names: Sequence[str]) -> str:
-        """Whether some of these linears have a bias, and Megatron's flag would give one to all or none."""
+        """Returns a reason where only some of these linears have a bias: Megatron's flag is for all or none."""
         uneven = len({has_bias(self.plan, layer, name) for name in names}) > 1
         return f"only some of {', '.join(names)} have a bias" if uneven else ""
 

@@ -1,5 +1,8 @@
-"""Which decoder layers Megatron's own ``TransformerLayer`` computes, and in the others which attention its
-``SelfAttention``, which mixtures of experts its ``MoELayer`` and which MLPs its ``MLP``."""
+"""Decides for which modules of a definition Megatron's own modules stand in.
+
+A decoder layer may become a ``TransformerLayer``. In other layers attention may become a ``SelfAttention``, a
+mixture of experts a ``MoELayer`` and an MLP an ``MLP``.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ from megasched.plan.plan import Plan
 def choose_megatron_modules(
     plan: Plan, model: nn.Module, roles: Roles, *, by_trainer: bool, trials: MakeTrials | None
 ) -> tuple[Plan, list[Problem]]:
-    """The plan with the modules at level ``block`` that are Megatron's, and a problem for each that can't be and
-    must.
+    """Returns the plan with the modules at level ``block`` that are Megatron's, and the problems.
+
+    A module at a required ``block`` that can't be Megatron's is a problem.
 
     Args:
         by_trainer: the model is built for Megatron's trainer, whose config its layers need.
-        trials: what compares Megatron's modules with the definition's; without it none is chosen.
+        trials: makes the trials that compare Megatron's modules with the definition's; without it only MLPs are
+            chosen.
     """
     levels = levels_asked(plan)
     asked = {path: record for path, record in levels.items() if record.arguments["name"] == "block"}
@@ -59,7 +64,7 @@ def choose_megatron_modules(
 
 
 def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
-    """By their paths; what is in another comes after it."""
+    """Returns the candidates by path; a module inside another comes after it."""
     assert plan.structure is not None
     layers = plan.structure.layer_paths()
     found = {layer: MegatronCandidate("layer", layer) for layer in layers}
@@ -77,7 +82,7 @@ def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCand
 
 
 def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
-    """Modules that are as the adapter says of attention, or were seen to compute it -> their layers."""
+    """Maps modules that compute attention, by the adapter's spec or in a run, to their layers."""
     structure = plan.structure
     assert structure is not None
     found = {}
@@ -93,7 +98,7 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
 
 
 def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> Plan:
-    """Has a module be Megatron's, which can stand for it."""
+    """Returns the plan with one more module that Megatron's stands in for."""
     if part.kind == "layer":
         assert isinstance(roles.layer, LayerSpec)
         return _share_sinks(replace(plan, blocks=plan.blocks | {path}), path, roles.layer.attention)
@@ -107,7 +112,10 @@ def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> Plan:
 
 
 def _share_sinks(plan: Plan, layer: str, attention: AttentionSpec) -> Plan:
-    """Sinks are whole on each rank at other levels; in Megatron's attention a rank has those of its heads."""
+    """Returns the plan with attention sinks cut by heads, as Megatron's attention has them.
+
+    At other levels every rank holds all sinks.
+    """
     if not attention.sinks:
         return plan
     whole = plan.placement(*f"{layer}.{attention.sinks}".rsplit(".", 1))
@@ -116,14 +124,14 @@ def _share_sinks(plan: Plan, layer: str, attention: AttentionSpec) -> Plan:
 
 
 def _settled(plan: Plan, path: str, part: MegatronCandidate, record: Record) -> bool:
-    """Whether a module around is Megatron's, or was to be by the same call, and a problem says why it can't."""
+    """Returns whether a module around is Megatron's, or the same required call asks for one around it."""
     asked = f"{record.path}." if record.path else ""
     by_same = required(record) and any(f"{outer}.".startswith(asked) for outer in part.around)
     return by_same or plan.in_block(path)
 
 
 def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """Modules in which experts are -> their layers."""
+    """Maps the paths of modules that contain experts to their layers."""
     structure = plan.structure
     assert structure is not None
     found = {}
@@ -135,7 +143,7 @@ def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def overlap_problems(plan: Plan) -> list[Problem]:
-    """A problem for each layer that does not overlap its communication as ``--tp-comm-overlap`` asks."""
+    """Returns a problem for each layer that can't overlap its communication under ``--tp-comm-overlap``."""
     structure = plan.structure
     if not plan.layout.tp_comm_overlap or structure is None:
         return []
@@ -146,7 +154,7 @@ def overlap_problems(plan: Plan) -> list[Problem]:
 
 
 def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem]:
-    """A problem for each mixture that is not Megatron's own where its flags ask for that."""
+    """Returns a problem for each mixture that is not Megatron's own where Megatron's MoE flags require it."""
     flags = plan.layout.mixture_flags
     if not flags or plan.structure is None:
         return []

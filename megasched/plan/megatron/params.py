@@ -1,4 +1,4 @@
-"""What the parameters of Megatron's own layers and mixtures are made of, where they stand for a definition's."""
+"""Maps the parameters of Megatron's own modules to the HF tensors that they are made of."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ SINKS = "core_attention.softmax_offset"
 
 
 def has_bias(plan: Plan, layer: str, name: str) -> bool:
-    """Whether a linear of the definition's layer has one."""
+    """Returns whether a linear of the definition's layer has a bias."""
     return f"{layer}.{name}.bias" in plan.canonical
 
 
 def output_features(plan: Plan, layer: str, name: str) -> int:
-    """Of a linear of the definition's layer."""
+    """Returns the number of output features of a linear of the definition's layer."""
     weight = plan.placement(f"{layer}.{name}", "weight")
     return weight.shape[1 if weight.transposed else 0]
 
 
 def mixture_in(plan: Plan, layer: str, roles: Roles) -> MoeSpec | None:
-    """The mixture of experts in a layer; None where there is none, or none that is Megatron's."""
+    """Returns the spec of the mixture of experts in a layer; None without a mixture or without a spec."""
     mixture = roles.moe
     known = isinstance(mixture, MoeSpec) and f"{layer}.{mixture.router}.weight" in plan.canonical
     return mixture if known and isinstance(mixture, MoeSpec) else None
 
 
 def mlp_of(block: LayerSpec, mixture: MoeSpec | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Linears in a layer of the gated MLP that all tokens go through, and have an input or an output of; of a
-    mixture, those of its shared experts, if it has any."""
+    """Returns the input and output linears of the gated MLP that all tokens go through.
+
+    In a mixture these are the linears of its shared experts, if it has any.
+    """
     if mixture is None:
         return block.mlp.inputs, (block.mlp.down,)
     return mixture.shared_inputs, mixture.shared_outputs
 
 
 def parameter_names(block: LayerSpec, mixture: MoeSpec | None) -> list[str]:
-    """Names in a layer of all that the block speaks of; biases need not be there."""
+    """Returns the names of all parameters in a layer that its specs name; biases need not exist."""
     found = [f"{name}.{kind}" for name in block.norms for kind in ("weight", "bias")]
     found += attention_parameter_names(block.attention)
     return found + (mlp_parameter_names(block.mlp) if mixture is None else mixture_parameter_names(mixture))
 
 
 def attention_parameter_names(attention: AttentionSpec) -> list[str]:
-    """Names in a layer of all that attention speaks of; biases need not be there."""
+    """Returns the names of all parameters in a layer that the attention spec names; biases need not exist."""
     linears, latent = (*attention.inputs, attention.out), attention.mla
     norms = attention.norms if latent is None else (latent.q_norm, latent.kv_norm)
     found = [f"{name}.weight" for name in (*norms, *attention.whole, *linears)]
@@ -63,12 +65,12 @@ def attention_parameter_names(attention: AttentionSpec) -> list[str]:
 
 
 def mlp_parameter_names(mlp: MlpSpec) -> list[str]:
-    """Names in a layer of all that an MLP speaks of; biases need not be there."""
+    """Returns the names of all parameters in a layer that the MLP spec names; biases need not exist."""
     return [f"{name}.{kind}" for name in (*mlp.inputs, mlp.down) for kind in ("weight", "bias")]
 
 
 def mixture_parameter_names(mixture: MoeSpec) -> list[str]:
-    """Names in a layer of all that a mixture speaks of."""
+    """Returns the names of all parameters in a layer that the mixture spec names."""
     linears = (*whole_of_mixture(mixture), *mixture.shared_inputs, *mixture.shared_outputs)
     stacked = [f"{mixture.experts}.{name}" for name in mixture.expert.stacked.values()]
     biases = [f"{mixture.router}.bias"] if mixture.expert.biased else []
@@ -76,17 +78,18 @@ def mixture_parameter_names(mixture: MoeSpec) -> list[str]:
 
 
 def whole_of_mixture(mixture: MoeSpec) -> list[str]:
-    """Linears of a mixture that every TP rank has whole."""
+    """Returns the linears of a mixture that every TP rank holds whole: the router and the shared gate."""
     return [name for name in (mixture.router, mixture.shared_gate) if name]
 
 
 def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[str, ParamMapping]:
-    """Parameter of Megatron's ``TransformerLayer`` -> HF tensors. Norms have two names: their own module's, and
-    that of Transformer Engine's linear that has the norm in it; experts, that of a module for each and that of
-    Transformer Engine's for all.
+    """Maps the parameters of Megatron's ``TransformerLayer`` to the HF tensors that they are made of.
+
+    A norm has two names: its own module's, and that of the Transformer Engine linear that fuses it. So has an
+    expert: in a module for each expert, and in Transformer Engine's module for all.
 
     Args:
-        ep_rank: which experts are meant.
+        ep_rank: EP rank whose experts are meant.
     """
     block = roles.layer
     assert isinstance(block, LayerSpec)
@@ -104,8 +107,7 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
 
 
 def attention_assemblies(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, ParamMapping]:
-    """Parameter of Megatron's ``SelfAttention``, or of its ``MLASelfAttention``, -> HF tensors; see
-    ``assemblies``."""
+    """Maps the parameters of Megatron's ``SelfAttention`` or ``MLASelfAttention``; see ``assemblies``."""
     found = {"linear_proj.weight": _of(plan, layer, [f"{attention.out}.weight"])}
     if has_bias(plan, layer, attention.out):
         found["linear_proj.bias"] = _of(plan, layer, [f"{attention.out}.bias"])
@@ -118,7 +120,7 @@ def attention_assemblies(plan: Plan, layer: str, attention: AttentionSpec) -> di
 
 
 def mlp_assemblies(plan: Plan, layer: str, mlp: MlpSpec) -> dict[str, ParamMapping]:
-    """Parameter of Megatron's ``MLP`` -> HF tensors; see ``assemblies``."""
+    """Maps the parameters of Megatron's ``MLP``; see ``assemblies``."""
     linears = {"linear_fc1": mlp.inputs, "linear_fc2": (mlp.down,)}
     kinds = ("weight", "bias") if has_bias(plan, layer, mlp.down) else ("weight",)
     return {
@@ -129,7 +131,7 @@ def mlp_assemblies(plan: Plan, layer: str, mlp: MlpSpec) -> dict[str, ParamMappi
 
 
 def mixture_assemblies(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int = 0) -> dict[str, ParamMapping]:
-    """Parameter of Megatron's ``MoELayer`` -> HF tensors; see ``assemblies``."""
+    """Maps the parameters of Megatron's ``MoELayer``; see ``assemblies``."""
     found = dict[str, ParamMapping]()
     if mixture.shared:
         fc1 = _of(plan, layer, (f"{name}.weight" for name in mixture.shared_inputs))
@@ -144,12 +146,12 @@ def mixture_assemblies(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int = 
 
 
 def _of(plan: Plan, layer: str, names: Iterable[str], groups: int = 1) -> ParamMapping:
-    """Of parameters in a layer, one after the other."""
+    """Returns the mapping that joins parameters of a layer one after the other."""
     return ParamMapping(tuple(plan.placement(*f"{layer}.{name}".rsplit(".", 1)) for name in names), groups)
 
 
 def _projections(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, ParamMapping]:
-    """Of q, k and v."""
+    """Maps the parameters of the projection to q, k and v."""
     qkv, groups = attention.inputs, 1 if attention.by_heads else attention.kv_heads
     kinds = ("weight", "bias") if has_bias(plan, layer, qkv[0]) else ("weight",)
     parts = {kind: _of(plan, layer, (f"{name}.{kind}" for name in qkv), groups) for kind in kinds}
@@ -158,7 +160,7 @@ def _projections(plan: Plan, layer: str, attention: AttentionSpec) -> dict[str, 
 
 
 def _norms(plan: Plan, layer: str, block: LayerSpec) -> dict[str, ParamMapping]:
-    """Of norms of the hidden state."""
+    """Maps the parameters of the norms of the hidden state."""
     own = {
         "input_layernorm.": block.input_norm,
         "self_attention.linear_qkv.layer_norm_": block.input_norm,
@@ -171,7 +173,7 @@ def _norms(plan: Plan, layer: str, block: LayerSpec) -> dict[str, ParamMapping]:
 
 
 def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, ParamMapping]:
-    """Of norms by what their parameters' names in Megatron's module begin with."""
+    """Maps the parameters of norms; ``own`` is the prefix of their names in Megatron's module -> norm."""
     return {
         f"{prefix}{kind}": _of(plan, layer, [f"{norm}.{kind}"])
         for prefix, norm in own.items()
@@ -181,7 +183,7 @@ def _of_norms(plan: Plan, layer: str, own: Mapping[str, str]) -> dict[str, Param
 
 
 def _latent_projections(plan: Plan, layer: str, latent: MlaSpec) -> dict[str, ParamMapping]:
-    """Of compressed q, k and v."""
+    """Maps the weights of the projections to compressed q, k and v and back, and of their norms."""
     whole = {
         "linear_q_down_proj.weight": latent.q_down,
         "q_layernorm.weight": latent.q_norm,
@@ -197,7 +199,7 @@ def _latent_projections(plan: Plan, layer: str, latent: MlaSpec) -> dict[str, Pa
 
 
 def _experts(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int) -> dict[str, ParamMapping]:
-    """Of the experts that an EP rank has, which Megatron counts from 0."""
+    """Maps the parameters of the experts that an EP rank holds; Megatron counts these from 0."""
     found, expert = {}, mixture.expert
     for parameter, name in expert.stacked.items():
         placement = plan.placement(f"{layer}.{mixture.experts}", name)
@@ -214,5 +216,5 @@ def _experts(plan: Plan, layer: str, mixture: MoeSpec, ep_rank: int) -> dict[str
 
 
 def _of_part(plan: Plan, placement: Placement) -> Placement:
-    """Of a parameter that every TP rank has, and uses for its part of the sequence alone."""
+    """Returns the placement of a replicated parameter that a TP rank uses on its part of the sequence alone."""
     return replace(placement, tp_gradient="partial" if plan.layout.sp else "complete")

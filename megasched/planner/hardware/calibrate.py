@@ -1,4 +1,4 @@
-"""What one GPU reaches of its peaks: timed here, and turned into figures of ``Hardware`` by its own formulas."""
+"""Times what one GPU reaches of its peaks, and turns it into figures of ``Hardware`` by the formulas there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FORMS = {"PCIE", "NVL", "MIG"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is timed. As they stand for a GPU, small ones for tests.
+    """Holds the sizes of what is timed: by default for a GPU, small ones for tests.
 
     Attributes:
         products: rows, columns and depth of matrix products; the linears of models of 8 and 70 billion parameters.
@@ -65,7 +65,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CudaTimer:
-    """Seconds by events on the current stream: the median of runs that follow each other without a gap."""
+    """Times a run by events on the current stream: the median seconds of runs that follow without a gap."""
 
     warm_up: int = 30
     repeats: int = 30
@@ -88,11 +88,11 @@ class CudaTimer:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a device says about itself.
+    """Describes what a device says about itself.
 
     Attributes:
         fp8: whether it multiplies 8-bit numbers.
-        in_node: GPUs that are with it in its node.
+        in_node: number of GPUs in its node.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Gpu:
 
 
 def read_gpu(device: torch.device) -> Gpu:
-    """Of a CUDA device."""
+    """Reads the properties of a CUDA device."""
     found = torch.cuda.get_device_properties(device)
     fp8 = torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     memory = round(found.total_memory / GIB, 1)
@@ -111,10 +111,10 @@ def read_gpu(device: torch.device) -> Gpu:
 
 
 def matching_type(gpu: Gpu) -> str:
-    """The known type that this GPU is of.
+    """Returns the known type that this GPU is of.
 
     Raises:
-        ConfigError: none of them.
+        ConfigError: no known type matches.
     """
     words = set(re.findall(r"[A-Z0-9]+", gpu.name.upper().replace("-", " ")))
     for name in known_hardware():
@@ -136,7 +136,7 @@ def measure_gpu(
     sizes: Sizes,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Fields of ``Hardware`` that can be measured on one GPU -> what they are there.
+    """Measures the fields of ``Hardware`` that one GPU can tell, and returns them by name.
 
     Args:
         base: gives the peaks.
@@ -161,7 +161,7 @@ def measure_gpu(
 
 
 def memory_efficiency(hardware: Hardware, device: torch.device, timer: Timer, sizes: Sizes) -> float:
-    """Of a copy, which reads and writes all of a tensor."""
+    """Measures the efficiency of memory by a copy, which reads and writes all of a tensor."""
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = timer(lambda: target.copy_(source))
@@ -172,7 +172,7 @@ def memory_efficiency(hardware: Hardware, device: torch.device, timer: Timer, si
 
 
 def kernel_us(hardware: Hardware, device: torch.device, timer: Timer, sizes: Sizes) -> float:
-    """Microseconds of a kernel that has next to nothing to do."""
+    """Measures the microseconds of a kernel that has next to nothing to do."""
     tiny = torch.zeros(1, device=device)
 
     def run() -> None:
@@ -183,7 +183,7 @@ def kernel_us(hardware: Hardware, device: torch.device, timer: Timer, sizes: Siz
 
 
 def product_efficiency(hardware: Hardware, device: torch.device, timer: Timer, sizes: Sizes) -> float:
-    """Of products in bf16."""
+    """Measures the efficiency of products in bf16."""
 
     def multiply(m: int, n: int, k: int) -> Callable[[], object]:
         left = torch.randn(m, k, dtype=torch.bfloat16, device=device)
@@ -195,7 +195,7 @@ def product_efficiency(hardware: Hardware, device: torch.device, timer: Timer, s
 
 
 def fp8_efficiency(hardware: Hardware, device: torch.device, timer: Timer, sizes: Sizes) -> float:
-    """Of products in 8 bits, one scale for each tensor."""
+    """Measures the efficiency of products in 8 bits, with one scale for each tensor."""
 
     def multiply(m: int, n: int, k: int) -> Callable[[], object]:
         left = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
@@ -217,13 +217,13 @@ def _products(
     timer: Timer,
     sizes: Sizes,
 ) -> float:
-    """The median over shapes of the efficiency at which the formula gives the seconds measured.
+    """Returns the median over shapes of the efficiency at which the formula gives the seconds measured.
 
     Args:
-        hardware: with a ``memory_efficiency`` that was measured, as products read and write, too.
-        name: of the efficiency.
-        itemsize: bytes of an element of what is multiplied; the result is in bf16.
-        multiply: makes the product of [m, k] by [k, n] of its three sizes.
+        hardware: its ``memory_efficiency`` must be measured already, as products read and write, too.
+        name: name of the efficiency.
+        itemsize: bytes of an element of the factors; the result is in bf16.
+        multiply: returns a function that multiplies [m, k] by [k, n], from m, n and k.
     """
 
     def efficiency(m: int, n: int, k: int) -> float:
@@ -235,7 +235,7 @@ def _products(
 
 
 def attention_efficiency(hardware: Hardware, device: torch.device, timer: Timer, sizes: Sizes) -> float:
-    """Of causal attention in bf16, forward and backward together."""
+    """Measures the efficiency of causal attention in bf16, forward and backward together."""
     batch, heads, tokens, width = sizes.attention
     query, key, value = (
         torch.randn(sizes.attention, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)
@@ -265,10 +265,10 @@ _STEPS = {
 
 
 def efficiency_for(seconds_at: Callable[[float], float], measured: float) -> float:
-    """The efficiency at which a formula gives the seconds that were measured, by halving.
+    """Finds the efficiency at which a formula gives the seconds that were measured, by halving.
 
     Args:
-        seconds_at: seconds by efficiency; the better it is, the fewer.
+        seconds_at: seconds at an efficiency; a higher one takes fewer.
     """
     low, high = _LEAST, _MOST
     for _ in range(_HALVINGS):
@@ -281,7 +281,7 @@ def efficiency_for(seconds_at: Callable[[float], float], measured: float) -> flo
 
 
 def believable(efficiency: float, name: str, peak: str) -> float:
-    """The efficiency, if it can be one.
+    """Returns the efficiency, if it can be one.
 
     Raises:
         ConfigError: it is above 1.
@@ -296,5 +296,5 @@ def believable(efficiency: float, name: str, peak: str) -> float:
 
 
 def significant(value: float) -> float:
-    """As many digits as mean something."""
+    """Rounds a value to the digits that mean something."""
     return float(f"{value:.{_DIGITS}g}")

@@ -1,4 +1,4 @@
-"""What the links between GPUs reach of their peaks: collective operations timed, and turned into a ``Link``."""
+"""Times collective operations, and turns what the links between GPUs reach of their peaks into a ``Link``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OPERATIONS = ("allgather_base", "reduce_scatter_base")
 
 @dataclass(frozen=True)
 class World:
-    """The processes that measure together, one a GPU, as torchrun starts them.
+    """Describes the processes that measure together, one a GPU, as torchrun starts them.
 
     Attributes:
-        rank: of this one.
-        size: of all.
-        local_rank: of this one in its node.
-        local_size: of a node.
+        rank: rank of this process.
+        size: number of all processes.
+        local_rank: rank of this process in its node.
+        local_size: number of processes of a node.
     """
 
     rank: int = 0
@@ -37,7 +37,7 @@ class World:
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """What torchrun says; one process without it.
+    """Reads the world from torchrun's variables; it is one process without them.
 
     Raises:
         ConfigError: nodes with different numbers of ranks.
@@ -52,7 +52,7 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def link_groups(world: World) -> dict[str, list[list[int]]]:
-    """Links that can be measured -> groups of ranks that reach each other by it.
+    """Maps each link that can be measured to the groups of ranks that reach each other by it.
 
     All groups of a link are busy at a time, as they are in training.
     """
@@ -64,7 +64,7 @@ def link_groups(world: World) -> dict[str, list[list[int]]]:
 
 
 def slowest(timer: Timer, device: torch.device) -> Timer:
-    """On every rank the seconds of the slowest, for which a step waits. All ranks so find the same figures."""
+    """Returns a timer of the slowest rank's seconds, for which a step waits; all ranks find the same figures."""
 
     def time(run: Callable[[], object]) -> float:
         seconds = torch.tensor(timer(run), dtype=torch.float64, device=device)
@@ -82,7 +82,7 @@ def measure_links(
     sizes: Sizes,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Link]:
-    """``node`` or ``network``, as far as these ranks use it -> the link as measured. To be called on all ranks.
+    """Measures ``node`` and ``network`` as far as these ranks use them; must be called on all ranks.
 
     Args:
         hardware: gives the peaks.
@@ -102,7 +102,7 @@ def measure_links(
 
 
 def exchanged(part: int, ranks: int) -> Work:
-    """Of an all-gather and a reduce-scatter to which each rank brings, or of which it keeps, so many bytes."""
+    """Returns the work of an all-gather and a reduce-scatter in which each rank has a part of so many bytes."""
     keys = [(operation, _GROUP, False) for operation in _OPERATIONS]
     return Work(sent=Counter(dict.fromkeys(keys, part * ranks)), calls=Counter(keys))
 
@@ -110,7 +110,7 @@ def exchanged(part: int, ranks: int) -> Work:
 def _timed(
     size: int, ranks: int, group: torch.distributed.ProcessGroup, device: torch.device, timer: Timer
 ) -> tuple[Work, float]:
-    """What is sent once, and its seconds.
+    """Times one all-gather with one reduce-scatter, and returns their work and seconds.
 
     Args:
         size: bytes of one rank's part.
@@ -128,12 +128,12 @@ def _timed(
 def fit_link(
     hardware: Hardware, name: str, ranks: int, large: tuple[Work, float], tiny: tuple[Work, float]
 ) -> Link:
-    """The link at which ``Hardware.send_seconds`` gives what was measured.
+    """Returns the link at which ``Hardware.send_seconds`` gives the measured seconds.
 
     Args:
         name: ``node`` or ``network``.
-        ranks: that exchanged.
-        large: what was sent in large messages, and its seconds.
+        ranks: number of ranks that exchanged.
+        large: work of large messages, and its seconds.
         tiny: the same operations with tiny messages.
 
     Raises:

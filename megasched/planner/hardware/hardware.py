@@ -1,4 +1,4 @@
-"""A GPU and the cluster around it, as a TOML file tells them, and how long work takes there."""
+"""Describes a GPU and the cluster around it, as a TOML file tells them, and computes how long work takes there."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SENT = {"allreduce": 2.0}
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks reach each other.
+    """Describes how ranks reach each other.
 
     Attributes:
-        gbytes_per_s: of one GPU in one direction, at best.
-        efficiency: what large messages reach of it.
-        latency_us: of one operation.
+        gbytes_per_s: peak of one GPU in one direction.
+        efficiency: part of the peak that large messages reach.
+        latency_us: latency of one operation in microseconds.
     """
 
     gbytes_per_s: float
@@ -43,13 +43,13 @@ class Link:
     latency_us: float
 
     def seconds(self, sent: float, calls: float = 1.0) -> float:
-        """To send so many bytes from each rank."""
+        """Returns the seconds in which each rank sends ``sent`` bytes, in ``calls`` operations."""
         return sent / (self.gbytes_per_s * 1e9 * self.efficiency) + calls * self.latency_us * 1e-6
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and the number of consecutive ones among which they lie."""
+    """Describes ranks that communicate: their number, and that of the consecutive ones among which they lie."""
 
     ranks: int
     span: int
@@ -57,7 +57,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Hardware:
-    """See ``gpus/h100-80gb.toml`` for what the fields mean."""
+    """Describes a GPU and its cluster; see ``gpus/h100-80gb.toml`` for what the fields mean."""
 
     name: str
     memory_gib: float
@@ -79,35 +79,38 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """For tensors."""
+        """Returns the bytes of memory for tensors."""
         return (self.memory_gib - self.reserved_gib) * GIB
 
     def link(self, span: int) -> Link:
-        """Between ranks that lie in so many consecutive ones."""
+        """Returns the link between ranks that lie within ``span`` consecutive ranks."""
         return self.node if span <= self.gpus_per_node else self.network
 
     def peak(self, itemsize: int) -> float:
-        """FLOP/s of matrix products, elements of so many bytes."""
+        """Returns the peak FLOP/s of matrix products with elements of ``itemsize`` bytes."""
         tflops = {1: self.fp8_tflops, 2: self.bf16_tflops}.get(itemsize, self.fp32_tflops)
         assert tflops is not None, f"{self.name} has no 8-bit products"
         return tflops * 1e12
 
     def product_seconds(self, work: Work) -> float:
-        """Of matrix products."""
+        """Returns the seconds of the matrix products."""
         return sum(count * self._product(shape) for shape, count in work.products.items())
 
     def other_seconds(self, work: Work, itemsize: int) -> float:
-        """Of attention, of what is bound by memory, and of what every kernel takes to start and to end."""
+        """Returns the seconds of attention, of memory-bound operations, and of each kernel's start and end."""
         attention = work.attention / (self.peak(itemsize) * self.attention_efficiency)
         return attention + self.traffic_seconds(work.traffic) + work.kernels * self.kernel_us * 1e-6
 
     def traffic_seconds(self, count: float) -> float:
-        """To read and write so many bytes of memory."""
+        """Returns the seconds to read and write ``count`` bytes of memory."""
         return count / (self.memory_gbytes_per_s * 1e9 * self.memory_efficiency)
 
     def _product(self, product: Product) -> float:
-        """Of one matrix product: a wave of tiles takes as long as a full one, a flat product waits for memory, and
-        the result is written once it is there."""
+        """Returns the seconds of one matrix product.
+
+        A partial wave of tiles takes as long as a full one, a flat product waits for memory, and the result is
+        written once it is computed.
+        """
         rows, columns = (
             math.ceil(size / part) for size, part in zip((product.m, product.n), self.tile, strict=True)
         )
@@ -118,10 +121,10 @@ class Hardware:
         return max(computed, self.traffic_seconds(product.read)) + self.traffic_seconds(product.written)
 
     def send_seconds(self, work: Work, groups: Mapping[str, Group], overlapped: str = "") -> tuple[float, float]:
-        """Of collective operations: of those that stand alone, and of those that overlap with products.
+        """Returns the seconds of collective operations that stand alone, and of those that overlap with products.
 
         Args:
-            groups: by name.
+            groups: the groups of ranks by name.
             overlapped: name of a group whose operations are cut in pieces, one for each rank, all but one of which
                 overlap (``--tp-comm-overlap``).
         """
@@ -140,13 +143,13 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Names that ``load_hardware`` knows without a file."""
+    """Returns the names that ``load_hardware`` knows without a file."""
     folder = files("megasched.planner.hardware") / "gpus"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def load_hardware(name: str) -> Hardware:
-    """A GPU type that comes with megasched, or a TOML file.
+    """Loads a GPU type that comes with megasched, or a TOML file.
 
     Raises:
         ConfigError: there is none, or something is missing or wrong in it.

@@ -1,4 +1,4 @@
-"""Hardware as the text of a TOML file, in which each figure says where it is from."""
+"""Writes hardware as the text of a TOML file, in which each figure says where it is from."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WIDTH = 30
 
 
 def hardware_text(hardware: Hardware, measured: Collection[str], source: str, head: Sequence[str]) -> str:
-    """A file that ``load_hardware`` reads as this very hardware.
+    """Returns the text of a file that ``load_hardware`` reads as this very hardware.
 
     Args:
         measured: figures that were measured, by field; of links as ``node.efficiency``, and ``node.gpus``.
-        source: where all others are from, e.g. ``h100-80gb``.
+        source: origin of all other figures, e.g. ``h100-80gb``.
         head: lines of a comment at the top.
     """
 
@@ -50,5 +50,5 @@ def _of_link(hardware: Hardware, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _literal(value: Any) -> str:
-    """Strings, numbers and lists of them are written in TOML as in JSON."""
+    """Returns a value in TOML, where strings, numbers and lists of them are written as in JSON."""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""One stage of a model, built as a training run builds it, for a plan to look at."""
+"""Builds one stage of a model as a training run builds it, for a plan to look at."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a run decides what a micro-batch costs, beside its layout.
+    """Holds the settings of a run that decide, besides its layout, what a micro-batch costs.
 
     Attributes:
-        sequence_length: of whole sequences.
-        dtype: of parameters and activations.
+        sequence_length: length of whole sequences, before CP.
+        dtype: dtype of parameters and activations.
         recompute_granularity: Megatron's: None, "selective" (attention's core) or "full" (whole layers).
-        gradient_dtype: of the gradients that Megatron sums and sends.
-        on_gpu: with the kernels of a GPU, Transformer Engine's among them, in place of a CPU's.
+        gradient_dtype: dtype of the gradients that Megatron sums and sends.
+        on_gpu: whether kernels of a GPU, Transformer Engine's among them, take the place of a CPU's.
     """
 
     micro_batch_size: int
@@ -45,7 +45,7 @@ class Setting:
 
 
 def copy_with_layers(session: Session, kept: range) -> Any:
-    """A copy of the definition in which other layers are empty, which a stage has no use for."""
+    """Copies the definition with the layers outside ``kept`` emptied, as a stage has no use for them."""
     structure = session.plan.structure
     assert structure is not None
     memo: dict[int, Any] = {}
@@ -86,8 +86,11 @@ def build_stage(
 
 
 def _cast_buffers(model: ScheduledModel, dtype: torch.dtype) -> None:
-    """As Megatron's Float16Module does it with the rest of a chunk. The parameters are made in their dtype, and a
-    cast would take from fake ones what Megatron notes on them: torch swaps subclasses of a tensor."""
+    """Casts the buffers, as Megatron's Float16Module does it with the rest of a chunk.
+
+    The parameters are made in their dtype. A cast would take from fake ones what Megatron notes on them: torch
+    swaps subclasses of a tensor.
+    """
     with model.keeping_precision():
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -123,7 +126,7 @@ def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
 
 
 def _on_gpu(layout: ParallelDims) -> dict[str, Any]:
-    """What Megatron's arguments say by default where there is a GPU, and what a layout asks for."""
+    """Returns Megatron's defaults for arguments where there is a GPU, and what a layout asks for."""
     found: dict[str, Any] = {"bias_activation_fusion": True, "apply_rope_fusion": True}
     if layout.fp8 is not None:
         found |= {"fp8": "hybrid", "fp8_recipe": layout.fp8.fp8_recipe}
@@ -131,7 +134,7 @@ def _on_gpu(layout: ParallelDims) -> dict[str, Any]:
 
 
 class _NoValues:
-    """A weight source for parameters that have none; see ``megasched.weights.source.WeightSource``."""
+    """Serves as the weight source of parameters without values; see ``megasched.weights.source.WeightSource``."""
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
         return torch.zeros(()).expand(placement.local_shape(size))

@@ -1,4 +1,4 @@
-"""The same done to several things, on all cores.
+"""Maps a function over several items on all cores.
 
 Processes are forked: each has what was imported and opened so far, which to import and open again takes seconds.
 """
@@ -22,10 +22,10 @@ _function: list[Callable[[Any], Any]] = []
 
 
 def map_forked[Item, Result](function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """``function`` of each item, in their order; what it raises is raised here.
+    """Yields ``function`` of each item, in their order, and raises what it raises.
 
     Args:
-        function: what it gives and raises can be pickled; of what it changes nothing is seen here.
+        function: its results and errors can be pickled; changes that it makes are not seen in this process.
     """
     workers = min(len(os.sched_getaffinity(0)), len(items), _MOST)
     if workers > 1:
@@ -38,7 +38,7 @@ def map_forked[Item, Result](function: Callable[[Item], Result], items: Sequence
 
 
 def _goes_backward() -> bool:
-    """Whether autograd works in a forked process: not after a backward pass that started threads for devices."""
+    """Returns whether autograd works in a forked process: not after a backward that started device threads."""
     try:
         torch.ones(1, requires_grad=True).backward()
     except RuntimeError:

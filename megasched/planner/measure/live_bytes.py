@@ -1,7 +1,7 @@
-"""Bytes of the tensors that are alive, counted as operations make them and garbage collection drops them.
+"""Counts the bytes of live tensors, as operations make them and garbage collection drops them.
 
-The same count for real tensors on a CPU and for fake ones without memory, so that what a plan predicts and what a
-rehearsal measures are one kind of number: storages, each counted once however many views it has. A caching
+The count is the same for real tensors on a CPU and for fake ones without memory, so that what a plan predicts and
+what a rehearsal measures are one kind of number: storages, each counted once however many views it has. A caching
 allocator's rounding, fragmentation and the workspaces of libraries are not in it.
 """
 
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, every tensor that an operation gives is counted until its storage dies.
+    """Counts, while it is entered, every tensor that an operation gives until its storage dies.
 
     Attributes:
         now: bytes alive.
         peak: the most that were alive at once since the last ``reset_peak``.
-        tag: what is made from now on is kept apart under this name.
+        tag: name under which tensors that are made from now on are kept apart.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def see(self, output: Any) -> None:
-        """Counts what an operation gave."""
+        """Counts the tensors that an operation gave."""
         for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self.add(leaf)
@@ -57,11 +57,11 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._drop, key).atexit = False
 
     def reset_peak(self) -> None:
-        """The peak is that of what comes after."""
+        """Starts a new peak at the bytes that are alive now."""
         self.peak = self.now
 
     def made_under(self, tag: str) -> int:
-        """Bytes alive that were made under a tag."""
+        """Returns the bytes alive that were made under a tag."""
         return sum(size for name, size in self._alive.values() if name == tag)
 
     def _drop(self, key: int) -> None:

@@ -1,4 +1,4 @@
-"""How many numbers there are in the parameters of a stage, on one rank."""
+"""Counts the numbers in the parameters of a stage, on one rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers in parameters.
+    """Holds how many numbers there are in parameters.
 
     Attributes:
-        dense, experts: trained ones; those of experts that are shared out over EP apart.
-        frozen: others.
-        quantized: of all these, those of which there are copies in 8 bits.
+        dense, experts: trained numbers; those of experts that are sharded over EP are apart.
+        frozen: numbers that are not trained.
+        quantized: numbers among all these that have copies in 8 bits.
     """
 
     dense: int = 0
@@ -42,7 +42,7 @@ class Count:
 
 
 class ParameterCounts:
-    """Of a session; what lies in one layer alone is summed up once."""
+    """Counts the parameters of a session; sums up once what lies in one layer alone."""
 
     def __init__(self, session: Session) -> None:
         plan, structure = session.plan, session.plan.structure
@@ -67,7 +67,7 @@ class ParameterCounts:
                 self._layers[layer] += count
 
     def held(self, stages: Sequence[Stage]) -> Count:
-        """In the parameters of a rank that holds these stages; a tied one once in each stage that has it."""
+        """Returns the count of a rank that holds these stages; a tied parameter counts in each that has it."""
         found = Count()
         for stage in stages:
             found = sum(self._layers[stage.start : stage.stop], found)

@@ -1,8 +1,8 @@
-"""What one micro-batch costs in memory, measured on the scheduled modules themselves.
+"""Measures the memory and the work of one micro-batch, on the scheduled modules themselves.
 
 A rank's stage is built as a training run builds it, of tensors without memory (``FakeTensorMode``) in process
 groups that send nothing (torch's fake backend), and runs forward and backward. ``LiveBytes`` counts what autograd
-keeps and what is alive for a moment. Nothing here knows what a transformer is.
+keeps and what is alive for a moment. Nothing in this module knows what a transformer is.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megasched.trainer.stages.stage_transfer import BoundaryCodec
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one micro-batch in a stage of one layer.
+    """Holds the bytes and the work of one micro-batch in a stage of one layer.
 
     Attributes:
-        before: kept from forward to backward of what is made before the layer, the received hidden state included.
-        layer: kept of the rest; the hidden state that goes out is in it.
-        output: of that hidden state; Megatron lets go of it once it is sent. 0 where a stage sends nothing.
+        before: what is made before the layer and kept for the backward, the received hidden state included.
+        layer: what is made later and kept for the backward, the hidden state that goes out included.
+        output: that outgoing hidden state, which Megatron frees once it is sent; 0 where a stage sends nothing.
         forward: the most that is alive during the forward.
         backward: the most that comes on top of what was kept, until the gradient leaves the layer.
         ending: the most that is alive after that, in the backward of what stands before the layers.
-        held: alive from step to step beside the parameters: buffers, tables, communication buffers.
-        before_work: what is computed and sent before the layer, in the forward.
-        forward_work: in the rest of it.
-        backward_work: in the backward, what is recomputed included.
+        held: what stays alive from step to step besides the parameters: buffers, tables, communication buffers.
+        before_work: work of the forward before the layer.
+        forward_work: work of the rest of the forward.
+        backward_work: work of the backward, what is recomputed included.
     """
 
     before: int
@@ -76,7 +76,7 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
 
 
 def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., Any]]:
-    """What takes the place of what while a stage runs."""
+    """Maps each target to the function that takes its place while a stage runs."""
     found, fp8 = dict(_WITHOUT_VALUES), session.plan.layout.fp8
     recipe = fp8 and fp8.fp8_recipe
     if setting.on_gpu:
@@ -88,7 +88,7 @@ def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., An
 
 @contextmanager
 def fake_groups(layout: ParallelDims) -> Iterator[None]:
-    """Megatron's groups of a process that stands for rank 0 of a layout without pipeline or data parallelism.
+    """Runs its body in Megatron's groups, as rank 0 of a layout without pipeline or data parallelism.
 
     Ends the process groups that it made; there may be none before. Megatron's RNG states are brought back.
     """
@@ -119,7 +119,10 @@ def fake_groups(layout: ParallelDims) -> Iterator[None]:
 
 @contextmanager
 def emulated_cuda() -> Iterator[None]:
-    """Megatron's layers ask for CUDA; a real one is not touched. Who measures often enters it once around all."""
+    """Runs its body with CUDA emulated, for which Megatron's layers ask; a real one is not touched.
+
+    A caller that measures often enters it once around all measurements.
+    """
     if "host_cuda" in active():
         yield
         return
@@ -131,7 +134,7 @@ def emulated_cuda() -> Iterator[None]:
 
 
 def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
-    """Builds a stage of one layer inside ``fake_groups`` of the session's layout, and runs it.
+    """Measures a stage of one layer, built inside ``fake_groups`` of the session's layout.
 
     The second of two micro-batches is measured: what the first one left behind is there for good.
 
@@ -151,8 +154,10 @@ def measure(session: Session, stage: Stage, setting: Setting) -> Measured:
 
 
 def _of_any_copy(session: Session, stage: Stage, setting: Setting) -> Measured:
-    """Of a copy without the layers of other stages, which are many; of a whole one, where the definition's code
-    reaches into them (BigBird's does)."""
+    """Measures a copy without the layers of other stages, or a whole copy where that fails.
+
+    The other layers are many, but the code of some definitions reaches into them (BigBird's does).
+    """
     try:
         return _measure(session, stage, setting, copy_with_layers(session, range(stage.start, stage.stop)))
     except AttributeError:
@@ -182,8 +187,10 @@ def _measure(session: Session, stage: Stage, setting: Setting, definition: Any) 
 
 
 def _packing(session: Session, stage: Stage, setting: Setting) -> BoundaryCodec | None:
-    """How what enters and leaves the stage is sent. A run's is as wide as its widest cut takes; this is as wide as
-    the cuts next to the layer."""
+    """Returns how tensors that enter and leave the stage are sent; None where they are not packed.
+
+    A run's packing is as wide as its widest cut takes; this one is as wide as the cuts next to the layer.
+    """
     cuts = ([] if stage.first else [stage.start]) + ([] if stage.last else [stage.stop])
     return session.packing(cuts, setting.dtype, (setting.micro_batch_size, setting.sequence_length))
 
@@ -192,7 +199,7 @@ _device_of = torch.ops.prim.device.default
 
 
 class _Meter(ScalarAnswers):
-    """Both counts and the answers about values, in one mode: each would be asked about every operation."""
+    """Combines both counts and the answers about values in one mode, as each mode costs at every operation."""
 
     def __init__(self, fake: FakeTensorMode, live: LiveBytes, count: CountWork) -> None:
         super().__init__(FakeResults(fake))
@@ -208,12 +215,12 @@ class _Meter(ScalarAnswers):
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Megatron's DDP adds a gradient to its buffer and lets go of it (``distributed_data_parallel.py``)."""
+    """Drops a gradient, as Megatron's DDP does once it is in its buffer (``distributed_data_parallel.py``)."""
     parameter.grad = None
 
 
 class _Run:
-    """Forward and backward of one micro-batch."""
+    """Runs forward and backward of one micro-batch."""
 
     def __init__(
         self,
@@ -236,8 +243,10 @@ class _Run:
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def warm_up(self) -> None:
-        """A forward: what a micro-batch leaves behind, tables and communication buffers, it makes there. Without a
-        graph: what modules remember of a micro-batch would hold on to it, as after a backward pass it doesn't."""
+        """Runs a forward, in which a micro-batch makes what it leaves behind: tables and communication buffers.
+
+        It has no graph: what modules remember of a micro-batch would hold on to it, and does not after a backward.
+        """
         with torch.no_grad():
             self._forward()
 

@@ -1,4 +1,4 @@
-"""What the stages of a session take: one of each kind is measured, and stands for all that are like it."""
+"""Measures the stages of a session: one of each kind stands for all that are like it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NUMBERING = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx")
 
 
 class Measurements:
-    """Measures stages of one layer, from which those of any number are put together; inside ``fake_groups``.
+    """Measures stages of one layer, and puts those of any number together; used inside ``fake_groups``.
 
     Args:
-        like: of the same session in another setting.
+        like: measurements of the same session in another setting.
     """
 
     def __init__(self, session: Session, setting: Setting, like: Measurements | None = None) -> None:
@@ -34,7 +34,7 @@ class Measurements:
 
     @property
     def held(self) -> int:
-        """Bytes alive from step to step beside parameters."""
+        """Returns the bytes alive from step to step besides parameters."""
         return max(measured.held for measured in self._measured.values())
 
     def layer(self, index: int) -> Measured:
@@ -50,7 +50,7 @@ class Measurements:
         """Measures one layer of a stage with what the stage has before and after its layers.
 
         Returns:
-            What it takes, and which layer of the stage that is: 0, or -1 for the last one.
+            The measurement, and which layer of the stage that is: 0, or -1 for the last one.
         """
         if stage.last and not stage.first:
             return self._stage(Stage(stage.stop - 1, stage.stop, False, True)), -1
@@ -63,7 +63,7 @@ class Measurements:
         return (*self.kinds[stage.start : stage.stop], stage.first, stage.last)
 
     def once[Found](self, find: Callable[[Any, Stage], Found], stage: Stage) -> Found:
-        """Gives ``find(self, stage)``, computed once for all stages of the same look."""
+        """Returns ``find(self, stage)``, computed once for all stages of the same look."""
         key = find, self.look(stage)
         if key not in self._found:
             self._found[key] = find(self, stage)
@@ -77,13 +77,13 @@ class Measurements:
 
 
 class PartlyRecomputed(Measurements):
-    """Puts stages together whose first layers are recomputed and whose others are not.
+    """Puts stages together whose first layers are recomputed and whose other layers are not.
 
     That is what Megatron does by ``--recompute-method block``. Nothing is measured anew.
 
     Args:
-        plain: without recompute.
-        full: with all layers recomputed.
+        plain: measurements without recompute.
+        full: measurements with all layers recomputed.
         count: layers of each stage that are recomputed, its first ones; at least one.
     """
 
@@ -93,15 +93,15 @@ class PartlyRecomputed(Measurements):
 
     @property
     def held(self) -> int:
-        """Bytes alive from step to step beside parameters."""
+        """Returns the bytes alive from step to step besides parameters."""
         return max(self.plain.held, self.full.held)
 
     def layer(self, index: int) -> Measured:
-        """Takes the layer without recompute: what it sends is the same."""
+        """Returns the layer without recompute: what it sends is the same."""
         return self.plain.layer(index)
 
     def layers_of(self, stage: Stage) -> list[Measured]:
-        """Takes each layer as it is in the middle of the model."""
+        """Returns each layer as in the middle of the model, the first ``count`` with recompute."""
         first_kept = stage.start + self.count
         return [
             (self.full if index < first_kept else self.plain).layer(index)
@@ -116,7 +116,7 @@ class PartlyRecomputed(Measurements):
 
 
 def layer_kinds(model: nn.Module, plan: Plan) -> list[int]:
-    """For each layer the first one that is like it: the same modules, settings, shards and records.
+    """Returns for each layer the first one that is like it: the same modules, settings, shards and records.
 
     Args:
         model: the definition, replacements made.

@@ -1,4 +1,4 @@
-"""What a stage computes, moves and sends, counted operation by operation as it runs on fake tensors."""
+"""Counts what a stage computes, moves and sends, operation by operation as it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """A batch of matrix products of [m, k] by [k, n].
+    """Describes a batch of matrix products of [m, k] by [k, n].
 
     Attributes:
-        itemsize: bytes of an element of what is multiplied.
+        itemsize: bytes of an element of the factors.
         result_itemsize: bytes that are written for each element of the result, or read and written.
     """
 
@@ -40,27 +40,27 @@ class Product(NamedTuple):
 
     @property
     def read(self) -> int:
-        """Bytes."""
+        """Returns the bytes that are read."""
         return self.batch * (self.m + self.n) * self.k * self.itemsize
 
     @property
     def written(self) -> int:
-        """Bytes, those that are read to be added to among them."""
+        """Returns the bytes that are written, and those that are read to be added to."""
         return self.batch * self.m * self.n * self.result_itemsize
 
 
 @dataclass
 class Work:
-    """The work of one pass through some modules on one rank.
+    """Holds the work of one pass through some modules on one rank.
 
     Attributes:
         products: matrix products -> how many there are.
         attention: FLOPs of fused attention kernels.
         traffic: bytes that all other operations read and write.
-        kernels: how many operations there are, what is sent left out.
+        kernels: number of operations, without those that send.
         sent: (operation, name of the group, behind products) -> bytes of the whole tensor, gathered or before it
             is reduced.
-        calls: the same -> how many there are.
+        calls: key as in ``sent`` -> how many there are.
     """
 
     products: Counter[Product] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Work:
         )
 
     def __sub__(self, other: Work) -> Work:
-        """What this one does more; what the other does more is left out."""
+        """Returns the work by which this one exceeds the other, at least 0 in each part."""
         return Work(
             self.products - other.products,
             max(0.0, self.attention - other.attention),
@@ -93,7 +93,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """2 for each multiplication with its addition."""
+        """Returns the FLOPs: 2 for each multiplication with its addition."""
         return self.attention + sum(product.flops * count for product, count in self.products.items())
 
 
@@ -102,7 +102,7 @@ _behind = False
 
 @contextmanager
 def behind_products() -> Iterator[None]:
-    """What is sent inside overlaps with matrix products."""
+    """Runs its body with all that is sent in it counted as overlapping with matrix products."""
     global _behind
     before, _behind = _behind, True
     try:
@@ -112,7 +112,7 @@ def behind_products() -> Iterator[None]:
 
 
 class CountWork(TorchDispatchMode):
-    """While it is entered, adds what operations do to ``work``, which may be changed for another meanwhile."""
+    """Adds what operations do to ``work`` while it is entered; ``work`` may be replaced meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class CountWork(TorchDispatchMode):
         return output
 
     def see(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Counts what an operation did."""
+        """Counts the work of an operation."""
         if func.namespace == "c10d":
             self._count_sent(func, args)
         elif func.namespace == "megasched_planner":
@@ -135,7 +135,7 @@ class CountWork(TorchDispatchMode):
             self._count(func, args, output)
 
     def _count_stand_in(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Of ``megasched/planner/stand_ins/kernels.py``."""
+        """Counts the work of an operation of ``megasched/planner/stand_ins/kernels.py``."""
         self.work.kernels += 1
         if func.overloadpacket.__name__ == "product":
             left, _, shape, k, _, added, batch = args
@@ -176,7 +176,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _product(packet: Any, args: tuple[Any, ...], output: Any) -> Product | None:
-    """What an operation multiplies; None where it does not."""
+    """Returns the matrix product that an operation computes; None where it does none."""
     if packet in (_aten.mm, _aten.bmm):
         left, right = args[:2]
     elif packet in (_aten.addmm, _aten.baddbmm):
@@ -211,5 +211,5 @@ def _bytes(value: Any) -> int:
 
 
 def _group_name(boxed: torch.ScriptObject) -> str:
-    """What the group is for, as Megatron names it (``TENSOR_MODEL_PARALLEL_GROUP``)."""
+    """Returns what the group is for, as Megatron names it (``TENSOR_MODEL_PARALLEL_GROUP``)."""
     return torch.distributed.ProcessGroup.unbox(boxed).group_desc

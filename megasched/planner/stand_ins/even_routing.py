@@ -1,7 +1,7 @@
-"""Megatron's mixture of experts where tensors have no values: every expert gets as many tokens.
+"""Stands in for Megatron's routing to experts where tensors have no values: every expert gets as many tokens.
 
-Megatron's dispatcher reads from a map of tokens and experts how many tokens go where. These take the places of
-what reads them; what is made, kept and sent is as much as Megatron's own makes of an even map.
+Megatron's dispatcher reads from a map of tokens and experts how many tokens go where. The stand-ins replace the
+functions that read it; they make, keep and send as much as Megatron's own do for an even map.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 
 
 class EvenCounts:
-    """Tokens of each of ``parts``, in all ``total``; for tensors of counts, of which Megatron asks the values."""
+    """Stands in for a tensor of counts whose values Megatron asks for: ``total`` tokens, even over ``parts``."""
 
     def __init__(self, total: int, parts: int) -> None:
         self.counts = [(total + part) // parts for part in range(parts)]
 
     def tolist(self) -> list[int]:
-        """As of a tensor."""
+        """Returns the counts, as a tensor does."""
         return self.counts
 
     def ravel(self) -> EvenCounts:
-        """As of a tensor; in whatever order, they are the same."""
+        """Returns itself, as in whatever order the counts are the same."""
         return self
 
     @property
     def T(self) -> EvenCounts:
-        """As of a tensor."""
+        """Returns itself, for the transpose of a tensor."""
         return self
 
 
 def preprocess(dispatcher: Any, routing_map: torch.Tensor) -> EvenCounts:
-    """For ``MoEAlltoAllTokenDispatcher.preprocess`` of megatron/core/transformer/moe/token_dispatcher.py."""
+    """Stands in for ``MoEAlltoAllTokenDispatcher.preprocess`` of Megatron's moe/token_dispatcher.py."""
     pairs = routing_map.shape[0] * dispatcher.config.moe_router_topk
     dispatcher.num_out_tokens = pairs
     if dispatcher.ep_size > 1:
@@ -43,15 +43,17 @@ def preprocess(dispatcher: Any, routing_map: torch.Tensor) -> EvenCounts:
 
 
 def known(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """For ``MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize``: there is nothing to wait for."""
+    """Stands in for ``MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize``: there is nothing to wait for."""
     return tokens_per_expert
 
 
 def permute(
     tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, num_out_tokens: int, **options: Any
 ) -> Any:
-    """For ``permute`` of megatron/core/transformer/moe/moe_utils.py: [t, h] and [t, experts] -> [pairs, h] and
-    [pairs]."""
+    """Stands in for ``permute`` of megatron/core/transformer/moe/moe_utils.py.
+
+    It takes [t, h] and [t, experts], and gives [pairs, h] and [pairs].
+    """
     places = torch.arange(num_out_tokens, device=tokens.device)
     of_tokens = places % tokens.shape[0]
     chosen = probs.T.contiguous().flatten().index_select(0, places)
@@ -61,7 +63,7 @@ def permute(
 def sort_chunks(
     x: torch.Tensor, sizes: EvenCounts, order: torch.Tensor, probs: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For ``sort_chunks_by_idxs`` of the same file."""
+    """Stands in for ``sort_chunks_by_idxs`` of megatron/core/transformer/moe/moe_utils.py."""
     first = sizes.counts[0]
     turned = torch.cat([x[first:], x[:first]])
     return turned, None if probs is None else torch.cat([probs[first:], probs[:first]])

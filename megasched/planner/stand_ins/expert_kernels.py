@@ -1,6 +1,7 @@
-"""What Transformer Engine's grouped linears keep, read and write on a GPU: experts of Megatron's mixtures.
+"""Stands in for Transformer Engine's grouped linears on a GPU: experts of Megatron's mixtures.
 
-See ``kernels.py``. Every expert has as many tokens (``even_routing.py``).
+They keep, read and write what the kernels do; see ``kernels.py``. Every expert has as many tokens
+(``even_routing.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megasched.planner.stand_ins.kernels import EIGHT_BITS, add_product, kernel,
 
 
 class _Weighted(torch.autograd.Function):
-    """Gate and up multiplied, times a weight of each token, by Megatron's fused kernel."""
+    """Stands in for Megatron's fused kernel that multiplies gate and up, times a weight of each token."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ class _Weighted(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """A linear for each expert, as Transformer Engine's ``GroupedLinear``."""
+    """Stands in for Transformer Engine's ``GroupedLinear``: a linear for each expert."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, recipe: str | None, *weights: torch.Tensor) -> torch.Tensor:
@@ -51,10 +52,10 @@ class _Grouped(torch.autograd.Function):
 def experts(
     mlps: Any, tokens: torch.Tensor, weights: torch.Tensor, recipe: str | None
 ) -> tuple[torch.Tensor, None]:
-    """For ``SequentialMLP.forward`` of megatron/core/transformer/moe/experts.py, as its ``TEGroupedMLP``.
+    """Stands in for ``SequentialMLP.forward`` of Megatron's moe/experts.py, and does as its ``TEGroupedMLP``.
 
     Args:
-        recipe: of weights that are in 8 bits.
+        recipe: recipe of weights that are in 8 bits.
     """
     config = mlps.config
     first, second = (
@@ -70,10 +71,10 @@ def experts(
 
 
 def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
-    """What to replace -> what stands in its place.
+    """Maps each target to the function that stands in its place.
 
     Args:
-        recipe: of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
+        recipe: recipe of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
     """
 
     def grouped(mlps: Any, tokens: torch.Tensor, counts: Any, weights: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""What Transformer Engine's modules and Megatron's fused kernels keep, read, write and send on a GPU.
+"""Stands in for Transformer Engine's modules and Megatron's fused kernels on a GPU.
 
 A plan runs stages on fake tensors of a CPU, where other kernels are: norms and activations spelled out, keys of
-all context parallel ranks gathered, no 8 bits. These stand in their places. They compute nothing; what they keep
-for the backward pass is what the kernels keep, and each reads and writes what the kernel does.
+all context parallel ranks gathered, no 8 bits. The stand-ins take their places. They compute nothing, but they
+keep for the backward pass, read, write and send what the kernels of a GPU do.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _multiply(
 def kernel(
     read: Sequence[torch.Tensor], *made: tuple[Shape, torch.dtype], flops: float = 0.0
 ) -> list[torch.Tensor]:
-    """One kernel that reads tensors (one that it reads twice is there twice) and makes others.
+    """Runs one kernel that reads tensors (one that it reads twice is there twice) and makes others.
 
     Args:
-        flops: of fused attention.
+        flops: FLOPs of fused attention.
     """
     sizes = [size for shape, _ in made for size in shape]
     dtypes = [_DTYPES.index(dtype) for _, dtype in made]
@@ -64,17 +64,17 @@ def kernel(
 
 
 def like(tensor: torch.Tensor) -> tuple[Shape, torch.dtype]:
-    """What a kernel makes that has the form of a tensor."""
+    """Returns the shape and dtype of a tensor, for a result of its form."""
     return tensor.shape, tensor.dtype
 
 
 def product(
     left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, dtype: torch.dtype, batch: int = 1
 ) -> torch.Tensor:
-    """A matrix product over ``k``; ``left`` tells in how many bits.
+    """Runs a matrix product over ``k``; the dtype of ``left`` tells in how many bits.
 
     Args:
-        batch: of how many products, each with other rows, the result is put together.
+        batch: number of products, each with other rows, of which the result is put together.
     """
     found: torch.Tensor = torch.ops.megasched_planner.product(
         left, right, list(shape), k, _DTYPES.index(dtype), False, batch
@@ -83,7 +83,7 @@ def product(
 
 
 def add_product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, batch: int = 1) -> None:
-    """A matrix product that is added to a gradient that is there (``--gradient-accumulation-fusion``)."""
+    """Runs a matrix product that is added to a gradient that is there (``--gradient-accumulation-fusion``)."""
     torch.ops.megasched_planner.product(left, right, list(shape), k, _DTYPES.index(torch.float32), True, batch)
 
 
@@ -101,24 +101,24 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
-    """For ``F.rms_norm``."""
+    """Stands in for ``F.rms_norm``."""
     if weight is None or not isinstance(x, FakeTensor):
         return torch.rms_norm(x, shape, weight, eps)
     return _Norm.apply(x, weight)
 
 
 def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
-    """For ``layer_modules.ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
+    """Stands in for ``ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
     return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 def zero_centered_layer_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same for ``ZeroCenteredLayerNorm``."""
+    """Stands in for ``ZeroCenteredLayerNorm.forward``: Transformer Engine's kernel adds the 1."""
     return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class _Pointwise(torch.autograd.Function):
-    """One kernel each way; keeps its input, or nothing."""
+    """Stands in for one kernel each way, which keeps its input, or nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: Shape, keeps: bool) -> torch.Tensor:
@@ -132,23 +132,25 @@ class _Pointwise(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
-    """For ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like for GELU."""
+    """Stands in for ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like for GELU."""
     return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor) -> Any:
-    """For ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
+    """Stands in for ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
     return _Pointwise.apply(x, x.shape, True)
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
-    """For Transformer Engine's fused rotary embedding."""
+    """Stands in for Transformer Engine's fused rotary embedding."""
     return _Pointwise.apply(t, t.shape, False)
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output and a number for each query. Keys and values of other context parallel ranks
-    pass while it computes."""
+    """Stands in for fused attention, which keeps its inputs, its output and a number for each query.
+
+    Keys and values of other context parallel ranks pass while it computes.
+    """
 
     @staticmethod
     def forward(
@@ -178,7 +180,7 @@ class _Attention(torch.autograd.Function):
 
 
 def exchange(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Tensors that pass all ranks of a group while something else is computed."""
+    """Passes tensors through all ranks of a group while something else is computed."""
     if group is None or group.size() == 1:
         return
     for tensor in tensors:
@@ -188,8 +190,10 @@ def exchange(tensors: Sequence[torch.Tensor], group: Any) -> None:
 
 
 def attended_on_rank(queries: int, keys: int, causal: bool, window: int | None, parts: int) -> float:
-    """Pairs of a query and a key that it attends to, in one head; both are of a ``parts``-th of the sequence, of
-    which each rank has as much work as any other."""
+    """Returns the pairs of a query and a key that it attends to, in one head on one rank.
+
+    Both are of a ``parts``-th of the sequence, of which each rank has as much work as any other.
+    """
     return attended(queries * parts, keys * parts, causal, window) / parts
 
 
@@ -203,7 +207,7 @@ def te_core(
     window: tuple[int, int],
     **options: Any,
 ) -> Any:
-    """For ``TeCore.__call__`` of megasched/layers/te/attention.py; [b, heads, s, d] each."""
+    """Stands in for ``TeCore.__call__`` of megasched/layers/te/attention.py; tensors are [b, heads, s, d]."""
     group = None if core.context is None else core.context.cp_group
     seen = None if window[0] < 0 else window[0] + 1
     pairs = attended_on_rank(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
@@ -213,7 +217,7 @@ def te_core(
 def block_core(
     core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
-    """For ``CoreAttention.forward`` of megasched/layers/megatron/layer.py; [s, b, heads, d] each."""
+    """Stands in for ``CoreAttention.forward`` of layers/megatron/core_attention.py; all are [s, b, heads, d]."""
     group, parts = (None, 1) if core.ranks is None else (core.ranks.group, core.ranks.zigzag.size)
     pairs = attended_on_rank(query.shape[0], key.shape[0], True, core.window, parts)
     output = _Attention.apply(query, key, value, query.shape[1] * query.shape[2] * pairs, group)
@@ -221,7 +225,7 @@ def block_core(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear over TP, as Megatron's own do it; with a recipe, products in 8 bits as Transformer Engine's."""
+    """Stands in for Megatron's linear over TP; with a recipe, products are in 8 bits as Transformer Engine's."""
 
     @staticmethod
     def forward(
@@ -263,29 +267,31 @@ class _Linear(torch.autograd.Function):
 
 
 def quantize(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in 8 bits by rows and by columns, of which a product along either takes one. The scale of the whole
-    tensor is found before (tensorwise), is known (delayed), or is that of a block."""
+    """Returns a tensor in 8 bits by rows and by columns, of which a product along either takes one.
+
+    The scale of the whole tensor is found before (tensorwise), is known (delayed), or is that of a block.
+    """
     reads = 2 if recipe == "tensorwise" else 1
     rows, columns = kernel([x] * reads, (x.shape, torch.uint8), (x.shape, torch.uint8))
     return rows, columns
 
 
 def gather(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """[s / tp, ...] -> [s, ...]."""
+    """Gathers the ranks' parts [s / tp, ...] to [s, ...]."""
     whole = part.new_empty((part.shape[0] * group.size(), *part.shape[1:]))
     torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 
 
 def scatter(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    """[s, ...] -> the sum's [s / tp, ...]."""
+    """Sums [s, ...] over the ranks and scatters it to [s / tp, ...]."""
     part = whole.new_empty((whole.shape[0] // group.size(), *whole.shape[1:]))
     torch.distributed.reduce_scatter_tensor(part, whole, group=group)
     return part
 
 
 def no_context(*args: Any) -> Any:
-    """For Megatron's 8-bit context: weights themselves tell (``mark_8_bits``), in a recompute as well."""
+    """Stands in for Megatron's 8-bit context: weights themselves tell (``mark_8_bits``), also in a recompute."""
     return nullcontext()
 
 
@@ -305,17 +311,17 @@ def linear(
     recipe: str | None = None,
     **options: Any,
 ) -> Any:
-    """For ``linear_with_grad_accumulation_and_async_allreduce`` of megatron/core/tensor_parallel/layers.py.
+    """Stands in for Megatron's ``linear_with_grad_accumulation_and_async_allreduce`` (tensor_parallel/layers.py).
 
     Args:
-        recipe: of weights that are in 8 bits.
+        recipe: recipe of weights that are in 8 bits.
     """
     eight = recipe if getattr(weight, EIGHT_BITS, False) else None
     return _Linear.apply(x, bias, sequence_parallel, allreduce_dgrad, tp_group, eight, weight)
 
 
 def mark_8_bits(layer: nn.Module) -> None:
-    """Has the products of Megatron's linears in a layer computed in 8 bits."""
+    """Marks the weights of Megatron's linears in a layer, so that their products are computed in 8 bits."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     for module in layer.modules():
@@ -324,7 +330,7 @@ def mark_8_bits(layer: nn.Module) -> None:
 
 
 class TeLinear(nn.Module):
-    """For ``transformer_engine.pytorch.Linear``, with weights in several parameters."""
+    """Stands in for ``transformer_engine.pytorch.Linear``, with weights in several parameters."""
 
     def __init__(self, recipe: str, parameters_split: dict[str, int], bias: bool, **options: Any) -> None:
         super().__init__()
@@ -337,10 +343,10 @@ class TeLinear(nn.Module):
 
 
 def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
-    """What to replace -> what stands in its place.
+    """Maps each target to the function that stands in its place.
 
     Args:
-        recipe: of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
+        recipe: recipe of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
     """
 
     megatrons_linear = partial(linear, recipe=recipe)

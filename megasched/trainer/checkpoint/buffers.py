@@ -1,4 +1,4 @@
-"""Persistent buffers (a router's bias, running statistics): part of a checkpoint, as they are of an HF folder."""
+"""Saves persistent buffers (a router's bias, running statistics) in checkpoints, as HF folders have them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megasched.weights.source import WeightSource, fill_buffers
 
 
 def persistent_buffers(definition: nn.Module) -> dict[str, torch.Size]:
-    """Name -> shape, of what a definition's ``state_dict`` has beside parameters."""
+    """Maps names of a definition's persistent buffers, the non-parameters of its ``state_dict``, to shapes."""
     parameters = {name for name, _ in definition.named_parameters(remove_duplicate=False)}
     return {name: value.shape for name, value in definition.state_dict().items() if name not in parameters}
 
 
 def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The buffers of a lowered definition, by their names before.
+    """Returns the buffers of a lowered definition, by the names that they had before.
 
     Args:
         renamed: name in the lowered definition -> name before, where it differs.
@@ -35,7 +35,7 @@ def materialize_buffers(
     renamed: Mapping[str, str],
     device: torch.device,
 ) -> None:
-    """``fill_buffers``, and moves all of them to the device."""
+    """Fills the named buffers by ``fill_buffers``, and moves all buffers to the device."""
     fill_buffers(definition, source, names, renamed)
     for module in definition.modules():
         for name, buffer in module._buffers.items():
@@ -44,16 +44,16 @@ def materialize_buffers(
 
 
 class SavedBuffers:
-    """The buffers of a stage that checkpoints hold; every rank has them whole.
+    """Holds the buffers of a stage that checkpoints save; every rank has them whole.
 
-    What a rank has a part of alone (a constant for each head) is computed from the config and not saved.
+    A buffer of which a rank has only a part (a constant for each head) is computed from the config and not saved.
 
     Args:
-        shapes: of the definition's persistent buffers, before it was lowered.
-        definition: the lowered one.
+        shapes: shapes of the definition's persistent buffers, before it was lowered.
+        definition: the lowered definition.
         renamed: as for ``buffers_by_name``.
-        stages: all of them, in the order in which the model runs.
-        stage: this one.
+        stages: all stages, in the order in which the model runs.
+        stage: the stage of this definition.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class SavedBuffers:
                 self._copies[name] = first != stage
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Name -> buffer."""
+        """Maps the names of the saved buffers to the buffers."""
         held = buffers_by_name(self._definition, self._renamed)
         return {name: held[name] for name in self._copies}
 
     def entries(self, tp_rank: int, dp_rank: int) -> dict[str, ShardedTensor]:
-        """Name -> what goes to a checkpoint; ranks as in ``megasched.trainer.checkpoint.entries.ShardOwner``."""
+        """Maps names to checkpoint entries; ranks as in ``megasched.trainer.checkpoint.entries.ShardOwner``."""
         return {
             name: ShardedTensor.from_rank_offsets(
                 name, buffer, replica_id=(int(self._copies[name]), tp_rank, dp_rank)

@@ -1,4 +1,4 @@
-"""Whether a run computes with the config that its checkpoint was trained with.
+"""Checks whether a run computes with the config that its checkpoint was trained with.
 
 Names and shapes of parameters say nothing of the base of a rotary embedding or the epsilon of a norm: a
 ``--hf-override`` that is forgotten on resume would go on with another model.
@@ -43,11 +43,11 @@ _ABSENT = object()
 
 
 class Difference(NamedTuple):
-    """A field that is not as it was.
+    """Describes a config field that differs between a checkpoint and a run.
 
     Attributes:
-        field: its name, with those of the parts that it is in.
-        then, now: in the checkpoint and in the run; ``_ABSENT`` where there is no such field.
+        field: its name, after the names of the parts that it is in.
+        then, now: value in the checkpoint and in the run; ``_ABSENT`` where there is no such field.
     """
 
     field: Field
@@ -69,20 +69,20 @@ class Difference(NamedTuple):
 
 
 def config_differences(checkpoint: Path, config: PretrainedConfig) -> list[Difference] | None:
-    """Fields that training depends on in which a run's config is not the one that a checkpoint keeps.
+    """Returns the fields that matter for training and differ between a checkpoint's config and a run's.
 
-    Both are made anew by the run's class from what ``to_json_string`` writes, so that what it derives from other
-    fields is the same where those are.
+    The run's class makes both anew from what ``to_json_string`` writes, so that fields which it derives from
+    others agree where those do.
 
     Args:
         checkpoint: folder of one checkpoint.
-        config: of the run; not changed.
+        config: config of the run; not changed.
 
     Returns:
         None if the checkpoint has no config.
 
     Raises:
-        CheckpointError: its file can't be read.
+        CheckpointError: the file of the config can't be read.
     """
     path = checkpoint / HF_FILES / "config.json"
     if not path.is_file():
@@ -119,7 +119,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any], part: Field = 
 
 
 def refuse_another_config(checkpoint: Path, config: PretrainedConfig) -> None:
-    """For a run that goes on from a checkpoint.
+    """Refuses to go on from a checkpoint that was trained with another config.
 
     Raises:
         CheckpointError: fields that training depends on are not those of the checkpoint.
@@ -141,7 +141,9 @@ def refuse_another_config(checkpoint: Path, config: PretrainedConfig) -> None:
 
 
 def tell_of_another_config(checkpoint: Path, config: PretrainedConfig) -> None:
-    """For a run that begins anew from a checkpoint's weights: another config may well be meant, and is said.
+    """Prints how a checkpoint's config differs, for a run that begins anew from its weights.
+
+    Another config may well be meant there, so nothing is refused.
 
     Raises:
         CheckpointError: the checkpoint's config can't be read.

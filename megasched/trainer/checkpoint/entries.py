@@ -1,7 +1,7 @@
-"""Checkpoints keyed by HF names with global shapes, whatever the layout that writes or reads them.
+"""Defines checkpoint entries by HF names and global shapes, whatever the layout that writes or reads them.
 
-What a parameter's entry is follows from its placement alone, so the optimizer's states follow too: Megatron
-builds them from the model's entries.
+A parameter's entry follows from its placement alone, and so do the optimizer's states: Megatron builds them from
+the model's entries.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from megasched.plan.placement import Placement
 
 
 class CheckpointMismatch(SystemExit):
-    """A checkpoint that does not fit. Not an ``Exception``: Megatron would try again and skip what is missing
-    (``load_model_state_dict`` in megatron/training/checkpointing.py)."""
+    """Ends the process where a checkpoint does not fit the model.
+
+    It is no ``Exception``: Megatron would try again and skip what is missing (``load_model_state_dict`` in
+    megatron/training/checkpointing.py).
+    """
 
 
 class ShardOwner(NamedTuple):
-    """Where a rank stands among those that share a parameter.
+    """Tells where a rank stands among those that share a parameter.
 
     Attributes:
-        rank, size: which piece of how many it holds; of entries, those of all ranks.
-        replica: among the ranks that hold the same piece, in the group that it could be cut over, and by data
-            parallelism (context parallel ranks included).
+        rank, size: index of the piece that it holds, and number of pieces; entries are counted over all ranks.
+        replica: number among the ranks that hold the same piece, in the group that it could be cut over, and by
+            data parallelism (context parallel ranks included).
     """
 
     rank: int
@@ -40,13 +43,13 @@ class ShardOwner(NamedTuple):
 def sharded_entry(
     parameter: torch.Tensor, assembly: ParamMapping, place: ShardOwner, *, copy: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
-    """The checkpoint entry of what this rank holds in one parameter.
+    """Returns the checkpoint entry of what this rank holds in one parameter.
 
     Args:
         parameter: the local parameter itself; Megatron's optimizers find their states by its identity.
-        assembly: which HF tensors it is made of; gives the keys.
-        place: of this rank.
-        copy: it is the copy of a tied parameter that another stage writes.
+        assembly: mapping to the HF tensors that it is made of; gives the keys.
+        place: place of this rank.
+        copy: whether it is the copy of a tied parameter that another stage writes.
     """
     rank, size, replica = place
     parts = [_Part(placement, rank, size, (int(copy), *replica)) for placement in assembly.parts]
@@ -81,10 +84,10 @@ def sharded_entry(
 
 
 class _Part:
-    """What a rank holds of one HF tensor, as entries of a checkpoint.
+    """Represents a rank's piece of one HF tensor as entries of a checkpoint.
 
-    Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid; an entry
-    of a tensor as one.
+    Packed and transposed pieces are written in HF's orientation, as blocks of one size on a regular grid. All
+    others, and slices of a stacked tensor, are one entry.
     """
 
     def __init__(self, placement: Placement, rank: int, size: int, replica: ReplicaId) -> None:
@@ -93,7 +96,7 @@ class _Part:
         self.count = 1 if self.regular else len(self._offsets())
 
     def tensor(self, key: str, local: torch.Tensor) -> ShardedTensor:
-        """The one entry of a regular piece."""
+        """Returns the one entry of a regular piece."""
         placement = self.placement
         if not placement.sharded:
             return ShardedTensor.from_rank_offsets(key, local, replica_id=self.replica)
@@ -106,7 +109,7 @@ class _Part:
         )
 
     def entry(self, key: str, local: torch.Tensor) -> ShardedTensor:
-        """The one entry of a tensor's entry, which has an axis less."""
+        """Returns the one entry of a slice of a stacked tensor, which has an axis less."""
         return ShardedTensor.from_rank_offsets(
             key,
             local,
@@ -116,7 +119,7 @@ class _Part:
         )
 
     def blocks(self, key: str, local: torch.Tensor) -> list[ShardedTensor]:
-        """The entries of any piece."""
+        """Returns the entries of any piece."""
         if self.regular:
             return [self.tensor(key, local.contiguous())]
         axis, fragments = self.placement.axis, sum(self.placement.component_sizes) // self._block()
@@ -129,7 +132,7 @@ class _Part:
         ]
 
     def whole(self, loaded: list[torch.Tensor]) -> torch.Tensor:
-        """The piece from its loaded entries."""
+        """Joins the piece from its loaded entries."""
         if self.regular:
             return loaded[0]
         upright = torch.cat(loaded, dim=self.placement.axis)
@@ -148,8 +151,8 @@ def copy_loaded(loaded: Mapping[str, Any], own: Mapping[str, tuple[torch.Tensor,
     """Copies what was loaded into this rank's tensors.
 
     Args:
-        loaded: key -> tensor; Transformer Engine's extra states beside.
-        own: key -> (the tensor here, its HF name).
+        loaded: key -> tensor; extra states of Transformer Engine are ignored.
+        own: key -> (the tensor on this rank, its HF name).
 
     Raises:
         CheckpointMismatch: keys or shapes differ.

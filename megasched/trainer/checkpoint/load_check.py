@@ -1,7 +1,7 @@
-"""What a run is to load, looked at before Megatron reads it.
+"""Checks what a run is to load before Megatron reads it.
 
-Megatron's loader stops at the first key that is missing, passes over those that are too many, and tells of a
-damaged file in tracebacks that do not name it. A checkpoint's metadata says all of this at once, in plain words.
+Megatron's loader stops at the first key that is missing, passes over keys that are too many, and reports a damaged
+file in tracebacks that do not name it. A checkpoint's metadata shows all of this at once.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ BOUND = (
 def loaded(
     load: Callable[[], Any], models: Sequence[Any], args: Namespace, session: Session, load_arg: str
 ) -> Any:
-    """Megatron's ``load``, of a checkpoint that was looked at first; what that returns. On all ranks together.
+    """Checks the checkpoint, then calls Megatron's ``load`` and returns its result; on all ranks together.
 
     Args:
         load: ``load_checkpoint`` with its arguments.
         models: the chunks of this rank, as Megatron wrapped them.
-        args: Megatron's.
-        load_arg: name of the argument that says from where.
+        args: Megatron's arguments.
+        load_arg: name of the argument that holds the folder to load from.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is not complete, is damaged, or does not fit the model.
@@ -80,9 +80,10 @@ def loaded(
 
 
 def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
-    """
+    """Refuses a checkpoint from which some rank has loaded NaN.
+
     Raises:
-        CheckpointError: on every rank, if one has NaN in what it has loaded.
+        CheckpointError: on every rank, with the names of all such parameters and buffers.
     """
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, [name for chunk in chunks for name in chunk.names_with_nan()])
@@ -93,7 +94,7 @@ def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
 
 
 def _told(load: Callable[[], Any], folder: Path) -> Any:
-    """``load``, with errors that say what of the checkpoint could not be read."""
+    """Calls ``load``, with errors that say which part of the checkpoint could not be read."""
     try:
         return load()
     except CheckpointingException as error:  # what Megatron itself raises on purpose
@@ -118,7 +119,7 @@ def _refusal(folder: Path, why: list[str]) -> CheckpointError:
 
 
 def _checkpoint(args: Namespace, load: Path) -> Path | None:
-    """The ``--save`` folder, or the checkpoint in it, that Megatron will look into; None of its older format."""
+    """Returns the ``--save`` folder, or the checkpoint in it, that Megatron reads; None of its older format."""
     step = getattr(args, "ckpt_step", None)
     folder = load / f"iter_{step:07d}" if step else load
     last = load / RELEASE if read_tracker(load) == RELEASE else folder
@@ -126,7 +127,7 @@ def _checkpoint(args: Namespace, load: Path) -> Path | None:
 
 
 def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
-    """Reads metadata alone.
+    """Checks a checkpoint by its metadata alone.
 
     Args:
         load: a ``--save`` folder or one of its checkpoints.
@@ -174,7 +175,7 @@ def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
 
 
 def _fits(found: tuple[int, ...], placement: Placement, args: Any) -> bool:
-    """Whether a tensor of the checkpoint can be a parameter; a vocabulary is as long as the writer padded it."""
+    """Returns whether a stored tensor can be a parameter; a vocabulary may have the padding of its writer."""
     if found == placement.shape or placement.padded is None or len(found) != len(placement.shape):
         return found == placement.shape
     return found[1:] == placement.shape[1:] and found[0] in padded_lengths(placement.shape[0], args)

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints through the run's claim of ``--save`` (save_claim.py): written aside, published whole."""
+"""Writes Megatron's checkpoints aside and publishes them whole, by the claim of ``--save`` (save_claim.py)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMAT = "torch_dist"
 
 
 class SaveError(SystemExit):
-    """A checkpoint that could not be written: one message, and status 1.
+    """Ends the process where a checkpoint could not be written, with one message and status 1.
 
-    Not a ``MegaschedError``: after status 2 launchers start no run again, and a disk may have room by then.
+    It is no ``MegaschedError``: after status 2 launchers start no run again, and a disk may have room by then.
     """
 
     def __init__(self, public: Path, error: BaseException) -> None:
@@ -33,9 +33,7 @@ class SaveError(SystemExit):
 
 
 class OneWriter:
-    """This run's way to its ``--save`` folder, on every rank.
-
-    Made on all ranks together.
+    """Manages this run's access to its ``--save`` folder, on every rank; made on all ranks together.
 
     Args:
         save: the folder.
@@ -61,7 +59,7 @@ class OneWriter:
         self.save, self.aside = Path(save).absolute(), found[0]
 
     def covers(self, path: str | Path) -> bool:
-        """Whether ``path`` lies in the folder."""
+        """Returns whether ``path`` lies in the folder."""
         return Path(path).absolute().is_relative_to(self.save)
 
     def begin(self, iteration: int) -> None:
@@ -82,7 +80,7 @@ class OneWriter:
             self._together(make)
 
     def _together(self, work: Callable[[], None]) -> None:
-        """Work of rank 0, whose error every rank raises."""
+        """Does some work on rank 0, whose error every rank raises."""
         found: list[Any] = [None]
         if self.claim is not None:
             try:
@@ -96,13 +94,13 @@ class OneWriter:
             raise found[0]
 
     def write(self, save: Callable[[str], Any], public: Path, add: Callable[[Path], None]) -> Any:
-        """A checkpoint written by ``save``; what that returns.
+        """Has ``save`` write a checkpoint, publishes it, and returns what ``save`` returns.
 
         Args:
             save: writes to the folder that it is given, on all ranks; Megatron's ``dist_checkpointing.save``. A
                 request of an asynchronous save that it returns publishes the checkpoint in the end.
             public: where the checkpoint is to appear.
-            add: puts what else belongs to it into the folder that it is given, on rank 0.
+            add: puts the checkpoint's other files into the folder that it is given, on rank 0.
         """
         aside = self.aside / public.name
         with self._told(public):
@@ -119,7 +117,7 @@ class OneWriter:
 
     @contextmanager
     def _told(self, public: Path) -> Iterator[None]:
-        """What goes wrong while a checkpoint is written is told in a message."""
+        """Runs its body and turns errors of writing a checkpoint into a SaveError."""
         try:
             yield
         except MegaschedError:
@@ -135,18 +133,18 @@ class OneWriter:
             self.claim.publish(aside, public)
 
     def release(self) -> None:
-        """Gives the folder free."""
+        """Frees the folder for other runs."""
         if self.claim is not None:
             self.claim.release()
 
 
 class Storage:
-    """Megatron's ``maybe_msc`` with a tracker file that appears whole, and only while the folder is ours.
+    """Stands in for Megatron's ``maybe_msc``; the tracker file appears whole, and only while the folder is ours.
 
     Args:
-        original: what everything else is asked of.
-        tracker_name: of the file that says which checkpoint is the last.
-        writer: in force at the time, or None.
+        original: handles all other calls.
+        tracker_name: name of the file that says which checkpoint is the last.
+        writer: returns the writer in force, or None.
     """
 
     def __init__(self, original: Any, tracker_name: str, writer: Callable[[], OneWriter | None]) -> None:
@@ -156,7 +154,7 @@ class Storage:
         return getattr(self._original, name)
 
     def open(self, path: str, mode: str = "r", *given: Any, **named: Any) -> Any:
-        """As the built-in ``open``."""
+        """Opens a file as the built-in ``open`` does; a tracker to write is published when it is closed."""
         writer = self._writer()
         tracker = mode == "w" and Path(path).name == self._tracker_name
         if tracker and writer is not None and writer.claim is not None and writer.covers(path):

@@ -1,4 +1,4 @@
-"""One run alone writes to a ``--save`` folder: whoever comes later takes it over, and the earlier run can't write.
+"""Lets one run alone write to a ``--save`` folder: a later run takes it over, and the earlier can't write then.
 
 On a cluster an old run may live on, half dead, while its successor trains: its node has lost the network, or its
 job was requeued before its last process was gone. No lock helps, since nobody can tell a dead holder from one that
@@ -42,13 +42,13 @@ REPLACED_NAME = Expected("the name of a checkpoint that was being replaced, in J
 
 @dataclass(frozen=True)
 class Owner:
-    """Which run it is.
+    """Identifies a run.
 
     Attributes:
         job: Slurm's job id; empty outside of Slurm.
         restart: how often Slurm has requeued this job.
-        host, pid: of rank 0.
-        since: when that process was started, seconds since the epoch.
+        host, pid: host and process id of rank 0.
+        since: when that process was started, in seconds since the epoch.
     """
 
     job: str
@@ -74,11 +74,11 @@ class Owner:
         return f"{job}process {self.pid} on {self.host}"
 
     def later_incarnation_of(self, other: Owner) -> bool:
-        """Whether Slurm has started it after ``other``, as the same job."""
+        """Returns whether Slurm has started this run after ``other``, as the same job."""
         return bool(self.job) and self.job == other.job and self.restart > other.restart
 
     def certainly_lives(self, asking: Owner) -> bool:
-        """Whether it is known to be running: by this machine, or by Slurm as another job."""
+        """Returns whether the run is known to be running: by this machine, or by Slurm as another job."""
         if self.job and self.job != asking.job:
             return has_processes(self.job)
         if self.job or self.host != asking.host or self.pid == asking.pid:
@@ -92,11 +92,11 @@ class Owner:
 
 
 class SaveClaim:
-    """A run's right to write to a ``--save`` folder. One process of the run has it: rank 0.
+    """Holds a run's right to write to a ``--save`` folder, in one process of the run: rank 0.
 
     Args:
         save: the folder; made if it is missing.
-        owner: this run.
+        owner: the run; this process's by default.
 
     Raises:
         ConfigError: another job that is running writes there.
@@ -130,7 +130,7 @@ class SaveClaim:
     # ---- taking over ------------------------------------------------------------------------------------
 
     def _others(self) -> list[Owner]:
-        """The owners of all claims but our own."""
+        """Returns the owners of all claims but our own."""
         found = []
         for folder in self.inside.glob(f"{CLAIM}*"):
             if folder != self.folder:
@@ -142,7 +142,7 @@ class SaveClaim:
         return found
 
     def _take_over(self) -> None:
-        """Ends every other claim; a checkpoint that was being replaced meanwhile is put back."""
+        """Ends every other claim, and puts back a checkpoint that was being replaced meanwhile."""
         for folder in self.inside.glob(f"{CLAIM}*"):
             if folder != self.folder:
                 try:
@@ -173,8 +173,10 @@ class SaveClaim:
             print(f"megasched: warning: {text}", file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Gives the folder free; nothing happens if another run has taken it over, or if nobody can write there
-        any more: the next run takes over what is left."""
+        """Frees the folder, unless another run has taken it over.
+
+        Where nobody can write there any more, the next run takes over what is left.
+        """
         shutil.rmtree(self.aside, ignore_errors=True)
         try:
             self.folder.rename(self.inside / f"{GONE}{self.name}")
@@ -189,14 +191,15 @@ class SaveClaim:
     # ---- writing ----------------------------------------------------------------------------------------
 
     def written_aside(self, public: Path) -> Path:
-        """An empty folder to write a checkpoint to that will be ``public``."""
+        """Makes an empty folder in which the checkpoint ``public`` is to be written, and returns it."""
         aside = self.aside / public.name
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         return aside
 
     def refuse_if_taken_over(self) -> None:
-        """
+        """Checks that the claim still holds.
+
         Raises:
             CheckpointError: another run has taken the folder over.
         """
@@ -204,7 +207,7 @@ class SaveClaim:
             raise self._taken_over()
 
     def publish(self, aside: Path, public: Path) -> None:
-        """Lets a complete checkpoint appear; one that was there is replaced.
+        """Makes a complete checkpoint appear in the folder, and replaces one that was there.
 
         Raises:
             CheckpointError: another run has taken the folder over; nothing of it has changed then.

@@ -1,4 +1,4 @@
-"""Where the weights of a run come from, and what goes with them into its checkpoints."""
+"""Decides where the weights of a run come from, and adds the model's HF files to its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] | None:
-    """The ``--save`` folder that Megatron loads from, and whether a run begins anew from it; None without one.
+    """Returns the ``--save`` folder that Megatron loads from, and whether a run begins anew from it; or None.
 
     ``--pretrained-checkpoint`` is for a run that has no checkpoint of its own yet: Megatron then takes the weights
     and begins at iteration 0 (``training/checkpointing.py:2096``).
 
     Args:
-        load_arg: name of the argument that says from where.
+        load_arg: name of the argument that holds the folder to load from.
     """
     own, pretrained = getattr(args, load_arg), args.pretrained_checkpoint
     for folder, anew in ((own, bool(args.finetune)), (pretrained, True)):
@@ -49,7 +49,7 @@ def loaded_folder(args: Namespace, load_arg: str = "load") -> tuple[Path, bool] 
 
 
 def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
-    """Where the run's weights come from: its checkpoint, the HF folder, or an initialisation when asked for.
+    """Returns the source of the run's weights: its checkpoint, the HF folder, or an initialisation on request.
 
     Raises:
         ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
@@ -68,7 +68,7 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
 
 
 class CheckpointPlaceholder:
-    """A weight source for a model that Megatron fills from a checkpoint: nothing is read or drawn twice.
+    """Stands in for the weights that Megatron loads from a checkpoint, so that nothing is read or drawn twice.
 
     The values are NaN, so that one which was not loaded after all can't go unseen.
     """
@@ -78,17 +78,19 @@ class CheckpointPlaceholder:
         return torch.full(placement.local_shape(size), float("nan"))
 
     def buffer(self, name: str) -> None:
-        """None: the checkpoint has it."""
+        """Returns None, as the checkpoint has the buffer."""
         return None
 
     def check(self, names: Collection[str]) -> None:
-        """What the checkpoint has is checked when it is loaded."""
+        """Checks nothing, as names are checked when the checkpoint is loaded."""
 
 
 @contextmanager
 def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.dtype) -> Iterator[WeightSource]:
-    """The source of a run's weights while a stage takes its own; rank 0 shows how far it has come, in bytes of its
-    shards in the run's precision."""
+    """Runs its body with the source of a run's weights, while rank 0 shows how much its stage has taken.
+
+    Progress counts bytes of its shards in the run's precision.
+    """
     assert plan.structure is not None
     if torch.distributed.get_rank() != 0 or isinstance(source, CheckpointPlaceholder):
         yield source
@@ -104,7 +106,7 @@ def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.d
 
 
 class _WithProgress:
-    """A weight source that tells of what is taken from it."""
+    """Wraps a weight source and reports the values that are taken from it."""
 
     def __init__(self, source: WeightSource, tell: Callable[[torch.Tensor], Any]) -> None:
         self._source, self._tell = source, tell
@@ -125,8 +127,10 @@ class _WithProgress:
 
 
 def keep_hf_files(checkpoint: Path, definition: PreTrainedModel, hf_model: Path, schedule: Schedule) -> None:
-    """Writes the model's config and tokenizer into a checkpoint, and PEFT's config of the adapters that a schedule
-    has: ``megasched export`` needs nothing else."""
+    """Writes the model's config and tokenizer, and PEFT's config of any adapters, into a checkpoint.
+
+    ``megasched export`` needs nothing else.
+    """
     folder = checkpoint / HF_FILES
     folder.mkdir(exist_ok=True)
     write_hf_files(folder, definition.config, known_folder(hf_model))

@@ -1,4 +1,4 @@
-"""Certificates: what ``megasched verify`` found, and whether it speaks for a run."""
+"""Writes certificates of what ``megasched verify`` found, and checks whether one is valid for a run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "us
 
 
 def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims) -> dict[str, Any]:
-    """What a certificate is about: versions, schedule, model, the code of its classes and kinds of parallelism.
+    """Returns what a certificate is about: versions, schedule, model, code of classes, kinds of parallelism.
 
     Sizes of groups are left out: what holds for TP 2 holds for TP 8, as the same code runs.
 
     Args:
-        schedule: what ``--model-schedule`` says; a file counts by its contents.
+        schedule: the value of ``--model-schedule``; a file counts by its contents.
         definition: the model as it is trained, overrides made.
     """
     config = definition.config
@@ -59,10 +59,10 @@ def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims)
 
 
 def sources_of(definition: PreTrainedModel) -> dict[str, str]:
-    """Hash of the source of every class of a definition and of what they derive from, by file and name; under
-    the name of the file alone that of all of it, as classes call functions beside them, and in other files.
+    """Returns hashes of the source of a definition's classes and their bases, and of files around them.
 
-    Those of transformers and torch are left out: their versions stand for them.
+    A class is under ``file.name``. Under the name of a file is the hash of all of it, as classes call functions
+    beside them, and in other files. Code of transformers and torch is left out: their versions stand for it.
 
     Raises:
         ConfigError: a class has no source that can be read.
@@ -81,7 +81,7 @@ def sources_of(definition: PreTrainedModel) -> dict[str, str]:
 
 
 def _files_of(modules: set[str]) -> list[Path]:
-    """Files of modules and of those whose functions and classes they use; those of installed packages left out."""
+    """Returns the files of modules and of those whose code they use, but not of installed packages."""
     todo, met = sorted(modules), dict[str, Path]()
     while todo:
         name = todo.pop()
@@ -99,7 +99,7 @@ def _files_of(modules: set[str]) -> list[Path]:
 
 
 def custom_classes(definition: PreTrainedModel) -> list[type]:
-    """Classes of a definition's modules, and what they derive from, that are neither transformers' nor torch's."""
+    """Returns the classes of a definition's modules, and their bases, that are not transformers' or torch's."""
     met = dict.fromkeys(base for module in definition.modules() for base in type(module).__mro__)
     return [kind for kind in met if kind.__module__.partition(".")[0] not in LIBRARIES]
 
@@ -123,7 +123,7 @@ def write_certificate(path: Path, subject: Mapping[str, Any], found: Mapping[str
     """Writes a certificate whole or not at all.
 
     Args:
-        found: what was measured, by name; plain data.
+        found: measured results by name; plain data.
 
     Raises:
         ConfigError: it can't be written there.
@@ -144,7 +144,8 @@ def write_certificate(path: Path, subject: Mapping[str, Any], found: Mapping[str
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
-    """
+    """Reads a certificate.
+
     Raises:
         ConfigError: there is none, or it is none that this version reads.
     """
@@ -157,9 +158,10 @@ def read_certificate(path: Path) -> dict[str, Any]:
 
 
 def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
-    """Ends a run that a certificate does not speak for.
+    """Refuses a run that a certificate is not valid for.
 
-    A kind of parallelism that the run has, the certificate must have, too; and sequence parallelism alike.
+    The certificate must have every kind of parallelism that the run has. Under TP both must agree on sequence
+    parallelism.
 
     Raises:
         ConfigError: with everything that differs.
@@ -189,7 +191,7 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
 
 
 def _changed(held: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Which classes have other code; of a file, that something beside them has."""
+    """Returns a line for each class with other code, and for each file with other code beside its classes."""
     differing = [name for name in sorted(held.keys() | now.keys()) if held.get(name) != now.get(name)]
     classes = [name for name in differing if not name.endswith(".py")]
     files = {name.partition(".")[0] for name in classes}

@@ -1,4 +1,4 @@
-"""What is known of each architecture: the results of ``make matrix``, and whether they speak for a run.
+"""Tells by the results of ``make matrix`` whether a run of an architecture is known to be right.
 
 Numbers that come out wrong look like any others, so a run that no check has covered is refused until the user
 says otherwise.
@@ -42,7 +42,7 @@ DOUBTS = {
 
 
 def load_matrix(path: Path = DATA) -> dict[str, Any]:
-    """The results; empty where there is no such file.
+    """Returns the results of ``make matrix``; empty where there is no such file.
 
     Returns:
         ``types``: model type -> layout -> outcome, with ``facts`` beside; ``versions`` that they were made with;
@@ -53,7 +53,7 @@ def load_matrix(path: Path = DATA) -> dict[str, Any]:
 
 
 def checks_for(layout: ParallelDims) -> list[str]:
-    """The layouts of the matrix that speak for a run's; none for a run without model parallelism."""
+    """Returns the layouts of the matrix that cover a run's; none for a run without model parallelism."""
     checks = []
     if layout.tp > 1:
         checks.append("tp2-sp" if layout.sp else "tp2")
@@ -67,17 +67,17 @@ def checks_for(layout: ParallelDims) -> list[str]:
 
 
 def products_for(layout: ParallelDims) -> list[str]:
-    """The layouts of the matrix that are products of such: need not have been checked, but must not be wrong."""
+    """Returns the combined layouts of the matrix that must not be wrong, but need not have been checked."""
     pairs = {"tp2-pp2": layout.pp > 1, "cp2-tp2": layout.cp > 1}
     return [name for name, other in pairs.items() if other and layout.tp > 1]
 
 
 def unverified(model: PreTrainedModel, layout: ParallelDims, results: dict[str, Any]) -> list[str]:
-    """Why nobody knows that a run computes what the definition does; empty where a check says that it does.
+    """Returns why a run may not compute what the definition does; empty where a check says that it does.
 
     Args:
         model: the definition.
-        layout: the run's.
+        layout: layout of the run.
         results: ``types`` of the matrix.
     """
     model_type = model.config.model_type
@@ -104,8 +104,9 @@ def unverified(model: PreTrainedModel, layout: ParallelDims, results: dict[str, 
 
 
 def unchecked_options(model: PreTrainedModel) -> list[str]:
-    """Fields of a config by which its class may take another way than it did when it was checked: switches, words,
-    kinds of layers, and what is set or not; as ``name=value``. Sizes and other numbers are none.
+    """Returns config fields by which a class may run other code than when it was checked, as ``name=value``.
+
+    They are switches, words, kinds of layers, and whether a field is set. Sizes and other numbers are left out.
 
     Args:
         model: the definition, a stock class.
@@ -141,7 +142,7 @@ def _plain_config() -> PretrainedConfig:
 
 
 def _choice(value: Any) -> Any:
-    """What of a field's value code may decide by."""
+    """Returns the part of a field's value that code may decide by; all numbers are alike."""
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, dict):
@@ -154,10 +155,10 @@ def _choice(value: Any) -> Any:
 
 
 def of_unchecked_options(options: list[str], command: str) -> str:
-    """What is told of ``unchecked_options``.
+    """Returns the warning about ``unchecked_options``.
 
     Args:
-        command: as ``verify_command`` gives it.
+        command: as ``verify_command`` returns it.
     """
     return f"its class was not checked with these options: {', '.join(options)}; this checks it: `{command}`"
 
@@ -170,7 +171,7 @@ def verify_command(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> str:
-    """The command that checks a run's model at its kinds of parallelism: a group of 2 speaks for any."""
+    """Returns the command that checks a run's model at its kinds of parallelism: groups of 2 stand for any."""
     sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
     small = {name: min(value, 2) for name, value in sizes.items()}
     words = ["megasched", "verify", schedule, "--hf-model", hf_model, *replace(layout, **small).flags()]
@@ -180,7 +181,7 @@ def verify_command(
 
 
 def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
-    """Ends a run that no check has covered.
+    """Refuses a run that no check has covered.
 
     Raises:
         ConfigError: with what is known of the architecture, and what can be done.

@@ -1,8 +1,8 @@
-"""megasched's flags beside Megatron's, and Megatron's own flags filled in from the HF config.
+"""Adds megasched's flags to Megatron's, and fills in Megatron's own flags from the HF config.
 
-Everything that describes the model comes from the HF config; what the user says about the run (batch
-sizes, learning rate, parallelism, data, checkpoints) stays the user's. A flag that contradicts the HF
-config, or that can't be honoured under a schedule, is refused with all others of its kind in one message.
+All that describes the model comes from the HF config; all that the user says about the run (batch sizes, learning
+rate, parallelism, data, checkpoints) stays the user's. A flag that contradicts the HF config, or that can't be
+honoured under a schedule, is refused with all others of its kind in one message.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
 
 @dataclass(frozen=True)
 class GivenFlag:
-    """A flag that stands on the command line.
+    """Describes a flag that stands on the command line.
 
     Attributes:
-        option: as it is spelled, e.g. ``--hidden-size``.
-        value: what it was parsed to.
-        default: what ``args`` holds without it.
+        option: its spelling, e.g. ``--hidden-size``.
+        value: parsed value.
+        default: value that ``args`` holds without it.
         takes_value: whether a value follows it.
     """
 
@@ -138,7 +138,7 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
 
 
 def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, GivenFlag]:
-    """The flags that stand in ``argv``, by their ``args`` attribute.
+    """Returns the flags that stand in ``argv``, by their ``args`` attribute.
 
     The same parser reads ``argv`` again with every default suppressed, so that ``--flag=value``, flags
     with several values and flags that switch something off count as Megatron itself counts them. The
@@ -162,7 +162,7 @@ def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict
 
 
 def load_hf_config(args: argparse.Namespace) -> PretrainedConfig:
-    """The HF config that these flags name, overrides applied; a copy of its own for each caller.
+    """Loads the HF config that these flags name, overrides applied; each caller gets its own copy.
 
     Raises:
         ConfigError: there is no --hf-model, its config can't be read, or an override does not fit.
@@ -337,7 +337,7 @@ def check_tokenizer(args: argparse.Namespace, tokenizer: Any) -> None:
 
 
 def layout_from_args(args: argparse.Namespace) -> ParallelDims:
-    """The layout of Megatron's flags, validated by Megatron or not yet (``num_layers`` must be set).
+    """Returns the layout of Megatron's flags, validated by Megatron or not yet (``num_layers`` must be set).
 
     What Megatron computes in ``validate_args`` (``training/arguments.py:452,904``) is computed here the same
     way when it is missing: DP from the number of ranks, VPP from whichever flag gives it.
@@ -372,7 +372,7 @@ def layout_from_args(args: argparse.Namespace) -> ParallelDims:
 
 
 def _virtual_stages(args: argparse.Namespace) -> int | None:
-    """VPP of flags that are not validated; None without interleaving."""
+    """Returns VPP from flags that are not validated; None without interleaving."""
     pp = args.pipeline_model_parallel_size
     stages = args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_model_parallel_layout is not None:

@@ -1,13 +1,13 @@
-"""What Megatron must know of the model, read off the HF config and the definition that it describes.
+"""Derives what Megatron must know of the model from the HF config and the definition that it describes.
 
-Megatron's trainer reads these from its flags: for its FLOPs count (``training/training.py``), its memory
+Megatron's trainer reads these values from its flags: for its FLOPs count (``training/training.py``), its memory
 estimate (``training/theoretical_memory_usage.py``), its checks of the layout
 (``core/transformer/transformer_config.py``) and the ranks of the embedding group. The model itself is the
 definition; nothing here changes what it computes.
 
-Sizes are read from the config by name (``config_sizes.py``). What no config says (which linears have a bias,
-whether the MLP is gated, whether positions are learned) is read off the definition's modules, built on
-the meta device, never guessed from the name of the architecture.
+Sizes are read from the config by name (``model_sizes.py``). What no config says (which linears have a bias,
+whether the MLP is gated, whether positions are learned) is read off the definition's modules, built on the meta
+device, never guessed from the name of the architecture.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def derive_megatron_args(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> dict[str, object]:
-    """``args`` attribute -> value, for everything Megatron must know of the model.
+    """Returns ``args`` attribute -> value, for everything that Megatron must know of the model.
 
     Raises:
         ConfigError: the config lacks a size that Megatron needs, or transformers can't build the model.
@@ -58,7 +58,7 @@ def derive_megatron_args(
 def derive(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> dict[str, SourcedValue]:
-    """As ``derive_megatron_args``, each value with the place where it was read.
+    """Derives the values of ``derive_megatron_args``, each with the place where it was read.
 
     ``vocab_size`` is the model's own, without padding: `megasched.trainer.flags.arguments` decides the padding,
     which depends on the layout. ``qk_layernorm`` says whether the definition has q/k norms; Megatron's rule
@@ -82,14 +82,17 @@ def derive(
 
 
 def sizes_of(model: PreTrainedModel) -> dict[str, SourcedValue]:
-    """What ``derive`` reads of the config's sizes, and of attention heads."""
+    """Returns the sizes that ``derive`` reads from the config, and those of attention heads."""
     text = text_config(model.config)
     found = dict(sizes_in(text))
     return found | _heads(text, model, found)
 
 
 def one_head_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedValue]:
-    """TP splits nothing of one head, and Megatron wants a multiple of TP."""
+    """Returns the sizes, with TP in place of a single attention head, as Megatron wants a multiple of TP.
+
+    TP splits nothing of one head.
+    """
     heads = sizes["num_attention_heads"]
     if heads.value != 1:
         return sizes
@@ -100,7 +103,7 @@ def one_head_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, Source
 def build_on_meta(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The definition with parameters and buffers on the meta device: for its structure alone, no memory."""
+    """Builds the definition with parameters and buffers on the meta device, for its structure alone."""
     import torch
     import transformers
 
@@ -118,7 +121,7 @@ def build_on_meta(
 
 
 def _classes(config: PretrainedConfig, objective: Objective) -> SourcedValue:
-    """What Megatron calls the vocabulary: the classes that a label can be of."""
+    """Returns the number of classes that a label can be of, which Megatron calls the vocabulary."""
     try:
         return SourcedValue(*objective.classes(config))
     except AttributeError as error:
@@ -156,10 +159,10 @@ def _heads(
 
 
 def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
-    """The last decoder layer: the first ones of MoE models may be dense.
+    """Returns the last decoder layer, as the first ones of MoE models may be dense.
 
-    The layer list is the longest ModuleList that is as long as the model is deep; a model without one is
-    taken as a whole.
+    The layer list is the first ModuleList that is as long as the model is deep, or else the longest. A model
+    without lists is taken as a whole.
     """
     from torch import nn
 
@@ -191,9 +194,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
-    """Element counts of the matrices of one MLP: of one routed expert where there are some.
+    """Returns the element counts of the matrices of one MLP; of one routed expert where there are some.
 
-    Otherwise those that hang on the same module, the heaviest such group of the layer. Convolutions and
+    Otherwise they are the matrices below one module that has the most elements of the layer. Convolutions and
     recurrences have parameters of three dimensions too, so that only a ``routed`` model has experts.
     """
     parents: dict[str, list[int]] = {}
@@ -229,10 +232,10 @@ def _mlp(config: PretrainedConfig, layer: nn.Module, sizes: dict[str, SourcedVal
 def _active_width(
     config: PretrainedConfig, experts: SourcedValue, matrices: list[int], sizes: dict[str, SourcedValue]
 ) -> SourcedValue:
-    """MLP width that one token goes through: Megatron's FLOPs are counted as of a dense MLP that wide.
+    """Returns the MLP width that one token goes through; FLOPs are counted as of a dense MLP that wide.
 
-    ``num_experts`` stays unset: the router is HF's, and with it set the trainer would report and scale
-    auxiliary losses that only Megatron's own router records.
+    ``num_experts`` stays unset: the router is HF's, and with it set the trainer would report and scale auxiliary
+    losses that only Megatron's own router records.
     """
     one = min(matrices) // sizes["hidden_size"].value
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
@@ -263,7 +266,7 @@ def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, SourcedValue
 
 
 def _biases(layer: nn.Module) -> dict[str, SourcedValue]:
-    """Megatron's ``add_bias_linear`` speaks of all linears, ``add_qkv_bias`` of those of attention alone."""
+    """Returns ``add_bias_linear``, for linears outside attention, and ``add_qkv_bias``, for those inside."""
     linears = [(path, module) for path, module in layer.named_modules() if _is_linear(module)]
     biased = [path for path, module in linears if module.bias is not None]
     attention = [path for path in biased if _in_attention(path)]
@@ -280,7 +283,7 @@ def _biases(layer: nn.Module) -> dict[str, SourcedValue]:
 
 
 def _position_table(model: PreTrainedModel, positions: int) -> str | None:
-    """Path of a learned table of positions: an embedding other than the tokens' with a row for each."""
+    """Returns the path of a learned table of positions, an embedding with a row for each; None without."""
     from torch import nn
 
     tokens = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""What HF configs call the sizes that Megatron wants to know, and how they are read."""
+"""Reads the sizes that Megatron wants to know from HF configs, by the names that they have there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourcedValue:
-    """One value for Megatron.
+    """Holds one value for Megatron, and where it was read.
 
     Attributes:
-        value: what ``args`` gets.
+        value: value that ``args`` gets.
         source: where it was read, in the words of the HF side, e.g. ``n_embd = 768``.
     """
 
@@ -27,7 +27,7 @@ class SourcedValue:
 
 @dataclass(frozen=True)
 class Field:
-    """Names under which HF configs keep one value of Megatron's.
+    """Lists the names under which HF configs keep one value of Megatron's.
 
     Attributes:
         dest: attribute of Megatron's ``args``.
@@ -75,7 +75,7 @@ NORM_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_ep
 
 
 def read(config: PretrainedConfig, names: tuple[str, ...]) -> SourcedValue | None:
-    """The first of these names that holds a value; the source names the field as config.json spells it."""
+    """Reads the first of these fields that holds a value, with its name in config.json as source; or None."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -85,7 +85,7 @@ def read(config: PretrainedConfig, names: tuple[str, ...]) -> SourcedValue | Non
 
 
 def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> SourcedValue:
-    """The same of Megatron's ``dest``.
+    """Reads the field that Megatron's ``dest`` needs, as ``read`` does, and raises where there is none.
 
     Raises:
         ConfigError: none of the names holds a value.
@@ -100,7 +100,7 @@ def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Sou
 
 
 def sizes_in(config: PretrainedConfig) -> Iterator[tuple[str, SourcedValue]]:
-    """Each of ``FIELDS`` that the config holds or that has a default.
+    """Yields each of ``FIELDS`` that the config holds or that has a default.
 
     Raises:
         ConfigError: a required one is missing.
@@ -119,7 +119,7 @@ def sizes_in(config: PretrainedConfig) -> Iterator[tuple[str, SourcedValue]]:
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """RoPE parameters; of models with several sets (one a layer type) that of full attention."""
+    """Returns the RoPE parameters, of several sets (one a layer type) those of full attention; None without."""
     rope = getattr(config, "rope_parameters", None)
     if rope and "rope_type" not in rope:
         sets = {name: value for name, value in rope.items() if isinstance(value, dict)}

@@ -1,7 +1,7 @@
-"""Flags of mixtures of experts: what Megatron must be told of them, and those of its own that are honoured.
+"""Derives the arguments that Megatron needs for mixtures of experts, and checks the flags that it honours.
 
-What a mixture is (how many experts, how they are chosen) stays what the HF definition makes it. Megatron's own
-layers honour flags of balancing, of how tokens are sent, and of fusions.
+A mixture itself (how many experts, how they are chosen) stays as the HF definition makes it. Megatron's own layers
+honour flags of balancing, of how tokens are sent, and of fusions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def is_mixture_flag(dest: str) -> bool:
-    """Whether Megatron's own layers honour the flag with this ``args`` attribute."""
+    """Returns whether Megatron's own layers honour the flag with this ``args`` attribute."""
     return dest in NOTHING_ASKED or any(fnmatchcase(dest, pattern) for pattern in _BESIDE)
 
 
 def mixture_flags_asked(args: Namespace) -> tuple[str, ...]:
-    """Those flags that ask for something, which a model without Megatron's own mixtures does not do."""
+    """Returns the given flags of mixtures whose effects need Megatron's own mixtures."""
     asked = []
     for dest, nothing in NOTHING_ASKED.items():
         value = getattr(args, dest)
@@ -58,7 +58,7 @@ def mixture_flags_asked(args: Namespace) -> tuple[str, ...]:
 
 
 def moe_conflicts(args: Namespace) -> list[str]:
-    """What speaks against these flags whatever the model is."""
+    """Returns a line for each flag of mixtures that can't be used, whatever the model is."""
     kinds = args.moe_router_load_balancing_type
     lines = [
         f"--moe-router-load-balancing-type {kind}: it chooses other experts than the definition's router; there "
@@ -72,7 +72,7 @@ def moe_conflicts(args: Namespace) -> list[str]:
 
 
 def expert_conflicts(args: Namespace) -> list[str]:
-    """Flags of expert parallelism that can't be used as they are; nothing needs to be validated yet."""
+    """Returns a line for each flag of expert parallelism that can't be used, validated by Megatron or not."""
     ep, given = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     lines = []
     if (given or 1) > 1:
@@ -93,11 +93,12 @@ def expert_conflicts(args: Namespace) -> list[str]:
 def expert_arguments(
     args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, SourcedValue]
 ) -> dict[str, SourcedValue]:
-    """``args`` that Megatron's own checks want for expert parallelism (``training/arguments.py:1600``), its
-    schedules to scale losses of its routers (``core/pipeline_parallel/schedules.py:353``), its log to report them.
+    """Returns the ``args`` of experts that Megatron needs; empty where the model has no experts.
 
-    For its FLOPs count there is one expert as wide as all that a token goes through, as without expert parallelism
-    (``derive.py``). What its layers are told of their mixture is another matter (``layers/megatron/layer.py``).
+    Its own checks want them for expert parallelism (``training/arguments.py:1600``), its schedules to scale losses
+    of its routers (``core/pipeline_parallel/schedules.py:353``), and its log to report these losses. For its FLOPs
+    count there is one expert as wide as all that a token goes through, as without expert parallelism
+    (``model_shape.py``). Megatron's layers get the real mixture (``layers/megatron/layer.py``).
     """
     experts = find_experts(build_on_meta(config, objective, trust_remote_code=bool(args.trust_remote_code)))
     if not experts:  # the plan says so, with the reason

@@ -1,4 +1,4 @@
-"""How to train beyond ``max_position_embeddings``: some rotary embeddings compute with it."""
+"""Tells how to train beyond ``max_position_embeddings``, with which some rotary embeddings compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DYNAMIC = "dynamic"
 
 
 def remedy(config: PretrainedConfig, field: str, sequence: int) -> str:
-    """How to train a model with rotary positions on sequences that are longer than its limit.
+    """Returns how to train a model with rotary positions on sequences that are longer than its limit.
 
     Args:
         field: name of the limit in the config of the decoder.
@@ -44,13 +44,13 @@ def remedy(config: PretrainedConfig, field: str, sequence: int) -> str:
 
 
 def is_limit_alone(config: PretrainedConfig) -> bool:
-    """Whether positions are rotary ones that do not follow from how many there may be."""
+    """Returns whether positions are rotary and do not depend on how many there may be."""
     kinds = [_kind(rope) for _, rope in _sets(config.get_text_config(decoder=True))]
     return bool(kinds) and not {DYNAMIC, *WITH_FACTOR}.intersection(kinds)
 
 
 def _kept(config: PretrainedConfig, limit: int) -> Iterator[tuple[Path, str, float]]:
-    """What classes would derive anew from another limit."""
+    """Yields (path, name, value) of each rotary parameter that a class would derive from another limit."""
     for path, rope in _sets(config):
         own = rope.get(ORIGINAL) != limit or hasattr(config, ORIGINAL)
         if _kind(rope) in WITH_ORIGINAL and not own:
@@ -68,7 +68,7 @@ def _kind(rope: dict[str, Any]) -> str:
 
 
 def _sets(config: PretrainedConfig) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The rotary parameters of a config, and where it has them: one set for all layers, or one for each kind."""
+    """Yields the path and the rotary parameters of each set: one for all layers, or one for each kind."""
     found = vars(config).get("rope_parameters") or {}
     kinds = {kind: rope for kind, rope in found.items() if isinstance(rope, dict)}
     if found and not kinds:

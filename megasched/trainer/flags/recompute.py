@@ -1,4 +1,4 @@
-"""Megatron's recompute flags, applied to a definition's layers."""
+"""Applies Megatron's recompute flags to a definition's layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megasched.trainer.stages.stage import Stage
 def apply_recompute_flags(
     model: nn.Module, structure: LayerStack, stage: Stage, config: TransformerConfig
 ) -> None:
-    """``--recompute-granularity`` full (uniform or block) and selective (core_attn, mlp; in Megatron's own layers
-    what Megatron has) on this stage's layers.
+    """Applies ``--recompute-granularity`` full (uniform or block) or selective to this stage's layers.
 
-    ``uniform`` recomputes every layer, each on its own: a definition calls its layers one by one, so a
-    group of several can't be one unit, and ``--recompute-num-layers`` above 1 keeps more than it asks for,
-    never less. ``block`` recomputes the first ``--recompute-num-layers`` of each chunk.
+    Selective covers core_attn and mlp; Megatron's own layers do it themselves, for all that Megatron has.
+    ``uniform`` recomputes every layer, each on its own: a definition calls its layers one by one, so a group of
+    several can't be one unit, and ``--recompute-num-layers`` above 1 keeps more than it asks for, never less.
+    ``block`` recomputes the first ``--recompute-num-layers`` of each chunk.
 
     Raises:
         ConfigError: a recompute module that a definition does not have.

@@ -1,4 +1,4 @@
-"""Megatron's flags that can't be honoured under a schedule, with the reason of each."""
+"""Lists Megatron's flags that can't be honoured under a schedule, with the reason for each."""
 
 from __future__ import annotations
 

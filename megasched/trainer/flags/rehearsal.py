@@ -1,8 +1,7 @@
-"""A Megatron command line on a machine without a GPU: which flags are added, replaced or dropped, and why.
+"""Adapts a Megatron command line to a machine without a GPU, and says which flags it changes and why.
 
-The device is emulated by ``megasched.patches.host_cuda``; the flags here choose the paths of Megatron
-that exist on a CPU. Everything else stays as it will run on the cluster, ``--bf16`` and ``--fp16``
-included.
+``megasched.patches.host_cuda`` emulates the device; the flags here choose the paths of Megatron that exist on a
+CPU. Everything else stays as it will run on the cluster, ``--bf16`` and ``--fp16`` included.
 """
 
 from __future__ import annotations
@@ -103,9 +102,9 @@ KERNELS = ("transformer_engine", "apex")
 
 
 def without_kernel_packages() -> None:
-    """Keeps this process from importing what has kernels for GPUs alone; to be called before Megatron is imported.
+    """Keeps this process from importing packages with GPU kernels; to be called before Megatron is imported.
 
-    What was imported already stays.
+    A package that was imported already stays.
     """
     for name in KERNELS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it: an ImportError
@@ -113,11 +112,11 @@ def without_kernel_packages() -> None:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A given flag that the rehearsal runs without.
+    """Describes a given flag that the rehearsal runs without.
 
     Attributes:
-        given: as it stood on the command line, e.g. ``--fp8-format hybrid``.
-        by: what runs instead; empty when it was dropped.
+        given: the flag as it stood on the command line, e.g. ``--fp8-format hybrid``.
+        by: the flag that runs instead; empty when it was dropped.
         why: why it can't run on a CPU.
     """
 
@@ -131,7 +130,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class RehearsalFlags:
-    """A command line made fit for a CPU.
+    """Holds a command line that was made fit for a CPU.
 
     Attributes:
         argv: the whole command line.
@@ -153,7 +152,7 @@ class RehearsalFlags:
 
 
 def rehearsal_mode(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """Whether a rehearsal is asked for: ``""`` (no), ``"1"``, or ``"force"`` (even beside real GPUs).
+    """Returns whether a rehearsal is asked for: ``""`` (no), ``"1"``, or ``"force"`` (even beside real GPUs).
 
     Raises:
         ConfigError: MEGASCHED_REHEARSE holds something else.
@@ -169,7 +168,7 @@ def rehearsal_mode(argv: Sequence[str], environ: Mapping[str, str] = os.environ)
 
 
 def rehearsal_flags(argv: Sequence[str]) -> RehearsalFlags:
-    """The command line ``argv`` (without the script) with the flags that a CPU needs."""
+    """Returns the command line ``argv`` (without the script) with the flags that a CPU needs."""
     kept: list[str] = []
     replaced: list[Replaced] = []
     satisfied: set[str] = set()
@@ -192,7 +191,7 @@ def rehearsal_flags(argv: Sequence[str]) -> RehearsalFlags:
 
 
 def _split(argv: Sequence[str]) -> list[list[str]]:
-    """Each option with the words that follow it."""
+    """Groups each option with the words that follow it."""
     groups: list[list[str]] = []
     for word in argv:
         if word.startswith("--") or not groups:

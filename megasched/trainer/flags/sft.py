@@ -1,4 +1,4 @@
-"""``--sft``: what Megatron's fine-tuning data needs, said before anything is built."""
+"""Checks and sets what Megatron's fine-tuning data (``--sft``) needs, before anything is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = {
 
 
 def sft_conflicts(args: argparse.Namespace) -> list[str]:
-    """What speaks against ``--sft`` with these flags; nothing without it.
+    """Returns a line for each flag that does not go with ``--sft``; empty without it.
 
     Args:
         args: as Megatron parsed them, validated or not.
@@ -48,8 +48,11 @@ def sft_conflicts(args: argparse.Namespace) -> list[str]:
 
 
 def default_sft_args(args: argparse.Namespace) -> None:
-    """Megatron's data set for ``--sft`` makes no attention mask, and ends the run where one is asked for, which is
-    the default (``training/datasets/sft_dataset.py:174``)."""
+    """Turns off the attention mask of the data under ``--sft``, and prints ``unlearned_end``.
+
+    Megatron's data set for ``--sft`` makes no mask, and ends the run where one is asked for, which is the default
+    (``training/datasets/sft_dataset.py:174``).
+    """
     if not args.sft:
         return
     args.create_attention_mask_in_dataloader = False
@@ -59,10 +62,10 @@ def default_sft_args(args: argparse.Namespace) -> None:
 
 
 def unlearned_end(args: argparse.Namespace) -> str:
-    """What is said where the model will not learn to end its answers; empty where it will.
+    """Returns a notice where the model will not learn to end its answers; empty where it will.
 
-    Megatron fills rows with the end token where the tokenizer has no padding token, and takes what fills rows out
-    of the loss (``training/datasets/sft_dataset.py:170``), the end of each answer with it.
+    Megatron fills rows with the end token where the tokenizer has no padding token, and leaves the filling out of
+    the loss (``training/datasets/sft_dataset.py:170``), and with it the end of each answer.
     """
     if not args.sft or args.sft_tokenizer_prompt_format != "default":
         return ""
@@ -79,7 +82,7 @@ def unlearned_end(args: argparse.Namespace) -> str:
 
 
 def _format_conflicts(folder: str, prompt_format: str) -> list[str]:
-    """Why a tokenizer can't be used with one of Megatron's prompt formats."""
+    """Returns why a tokenizer can't be used with one of Megatron's prompt formats; empty where it can."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,5 +1,7 @@
-"""Megatron's flags that Transformer Engine carries out: 8-bit training, overlap of communication, the kernels of
-attention; and those of Megatron's defaults that can't be kept without it."""
+"""Handles flags of Megatron's that Transformer Engine carries out, and defaults that need it.
+
+The flags are those of 8-bit training, overlap of communication, and the kernels of attention.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _WITHOUT_KERNELS = {
 
 
 def fp8_from_args(args: argparse.Namespace) -> Fp8 | None:
-    """What ``--fp8-format`` and the flags around it say; None without it."""
+    """Returns the settings of ``--fp8-format`` and the flags around it; None without it."""
     if not args.fp8:
         return None
     apart = args.first_last_layers_bf16
@@ -39,8 +41,9 @@ def fp8_from_args(args: argparse.Namespace) -> Fp8 | None:
 
 
 def attention_variables(args: argparse.Namespace) -> dict[str, str]:
-    """What Transformer Engine's attention reads from the environment when it chooses among its kernels; nothing of
-    what is left to it. As Megatron's own models set it (``_set_attention_backend``,
+    """Returns the environment variables by which Transformer Engine's attention chooses among its kernels.
+
+    A choice that is left to it has none. Megatron's own models set the same (``_set_attention_backend``,
     core/models/common/language_module/language_module.py:108).
 
     Args:
@@ -85,8 +88,10 @@ def _backend_conflicts(args: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def te_conflicts(args: argparse.Namespace) -> list[str]:
-    """What speaks against these flags whatever the model is: no Transformer Engine, an environment that says
-    otherwise, a number of tokens that its 8-bit matrix products don't take.
+    """Returns a line for each flag that Transformer Engine can't carry out here, whatever the model is.
+
+    It is not installed, a variable of the environment contradicts the flag, or its 8-bit matrix products don't
+    take the number of tokens.
 
     Args:
         args: as Megatron parsed them, validated or not.

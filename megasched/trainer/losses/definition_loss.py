@@ -1,7 +1,7 @@
-"""A loss that the definition's own code computes: the labels that it is handed, and what Megatron gets of it.
+"""Connects a loss that the definition's own code computes with Megatron's trainer.
 
-Megatron's trainer takes a loss of each label, sums those that its loss mask counts, and divides by their number.
-The number that the definition gives stands in the place of each: so the trainer comes to that number, and to its
+The trainer takes a loss of each label, sums those that its loss mask counts, and divides by their number. The one
+number that the definition gives stands in the place of each, so the trainer comes to that number and to its
 gradient.
 """
 
@@ -25,12 +25,12 @@ REMEDY = "have the forward hand its logits and labels to transformers' loss_func
 
 
 class DefinitionLoss:
-    """Labels for the definition's forward, and what it returns, for Megatron.
+    """Prepares labels for the definition's forward, and the loss that it returns for Megatron.
 
     Args:
-        takes: what labels its code takes.
-        shape: of labels, for a batch and a length.
-        last: this is the last stage.
+        takes: form of the labels that its code takes.
+        shape: returns the shape of labels for a batch and a length.
+        last: whether this is the last stage.
     """
 
     def __init__(self, takes: LossLabels, shape: Callable[[int, int], tuple[int, ...]], *, last: bool) -> None:
@@ -40,21 +40,25 @@ class DefinitionLoss:
     def arguments(
         self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None, wire: StageBuffers
     ) -> dict[str, torch.Tensor]:
-        """What the forward gets. Stages before the last one get labels, too: so its code goes the same way."""
+        """Returns the labels as arguments of the forward; none on the last stage where there are no labels.
+
+        Earlier stages get zeros as labels, so that the code goes the same way there.
+        """
         if self.last:
             return {} if labels is None else self.takes.arguments(self.masked_labels(labels, loss_mask))
         zeros = torch.zeros(self.shape(wire.batch, wire.length), dtype=torch.long, device=wire.device)
         return self.takes.arguments(zeros)
 
     def masked_labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-        """Labels of which those that do not count are ``IGNORED``.
+        """Returns the labels, with ``IGNORED`` in place of those that do not count.
 
         Args:
             labels: [b, s] (or [b]), the id that belongs at each position.
             loss_mask: of the same shape, 1 where a label counts and 0 where it does not.
 
         Raises:
-            ConfigError: what does not count can't be told to the definition.
+            ConfigError: the definition's loss can't leave out what does not count, or sequences are too short for
+                it.
         """
         if loss_mask is None:
             raise ConfigError(
@@ -91,11 +95,11 @@ class DefinitionLoss:
             )
 
     def each(self, logits: torch.Tensor, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The definition's loss in the place of each label's.
+        """Returns the definition's loss in the place of each label's.
 
         Args:
-            logits: of the forward, whole.
-            loss: of the forward, one number.
+            logits: whole logits of the forward.
+            loss: loss of the forward, one number.
             labels: as Megatron has them.
 
         Returns:
@@ -105,7 +109,7 @@ class DefinitionLoss:
 
     @staticmethod
     def whole(logits: torch.Tensor) -> torch.Tensor:
-        """The logits, which are whole."""
+        """Returns the logits, which are whole."""
         return logits
 
 
@@ -131,12 +135,11 @@ def refuse_loss(plan: Plan) -> None:
 
 
 def refuse_loss_of_batches(model: Any, structure: LayerStack | None, sizes: Iterable[tuple[int, int]]) -> None:
-    """Refuses a loss that is another one for a run's batches than for those of trials: code may go by how many
-    tokens there are.
+    """Refuses a loss that differs for a run's batches from that of trials, as code may count the tokens.
 
     Args:
         model: the definition, as it runs.
-        sizes: of micro-batches, rows and tokens in each.
+        sizes: rows of each micro-batch, and tokens in a row.
 
     Raises:
         ScheduleError: with what speaks against it.
@@ -153,7 +156,7 @@ def refuse_loss_of_batches(model: Any, structure: LayerStack | None, sizes: Iter
 
 
 def refuse_per_token(plan: Plan, calculate_per_token_loss: bool) -> None:
-    """Refuses to weigh by labels what the definition gives as one number.
+    """Refuses ``--calculate-per-token-loss`` where the definition gives one loss for a micro-batch.
 
     Raises:
         ScheduleError: for ``--calculate-per-token-loss``.
@@ -165,7 +168,7 @@ def refuse_per_token(plan: Plan, calculate_per_token_loss: bool) -> None:
 
 
 def loss_lines(plan: Plan) -> list[str]:
-    """What is to be said of a loss that the definition's own code computes; a line or none."""
+    """Returns a line about a loss that the definition's own code computes; empty for other losses."""
     if plan.structure is None or plan.structure.loss_labels is None:
         return []
     whole = ", on whole logits, which each TP rank gathers" if plan.layout.tp > 1 else ""

@@ -1,5 +1,4 @@
-"""The loss of a run: mostly one that takes the place of HF's, per token, over logits that are cut along the
-vocabulary."""
+"""Computes the loss of a run: mostly one in place of HF's, per token, over logits cut along the vocabulary."""
 
 from __future__ import annotations
 
@@ -20,19 +19,22 @@ from megasched.trainer.losses.definition_loss import DefinitionLoss
 
 
 class VocabParallelLoss:
-    """Called by the definition as ``model.loss_function``; labels are shifted already, as Megatron's are.
+    """Computes the loss of each label, also where logits are cut along the vocabulary.
+
+    The definition calls it as ``model.loss_function``, or ``ScheduledModel`` does. Labels are shifted already, as
+    Megatron's are.
 
     Args:
         vocab_size: real size of the vocabulary, where the head is cut; columns past it are padding and take no
             part in the softmax, so that the loss does not depend on TP.
-        sharded: the head is cut over TP; a whole head gives whole logits.
+        sharded: whether the head is cut over TP; a whole head gives whole logits.
     """
 
     def __init__(self, vocab_size: int, sharded: bool, group: torch.distributed.ProcessGroup) -> None:
         self.vocab_size, self.sharded, self.group = vocab_size, sharded, group
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Loss of each label.
+        """Returns the loss of each label.
 
         Args:
             logits: [b, s, v / tp] (or [b, s, v]; [b, v] of images); may be written to.
@@ -50,7 +52,7 @@ class VocabParallelLoss:
         return vocab_parallel_cross_entropy(logits, labels, tp_group=self.group).contiguous()
 
     def _is_whole(self, logits: torch.Tensor) -> bool:
-        """Whether each rank has all of them: of no head that is cut, or of other code than the head's."""
+        """Returns whether each rank has all logits: the head is whole, or other code than the head's made them."""
         return not self.sharded or (self.group.size() > 1 and logits.shape[-1] == self.vocab_size)
 
     @staticmethod
@@ -60,7 +62,7 @@ class VocabParallelLoss:
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s, v / tp] -> [b, s, v], padding cut off."""
+        """Gathers the logits, [b, s, v / tp] -> [b, s, v], with the padding cut off."""
         if self._is_whole(logits):
             return logits
         return gather_from_tensor_model_parallel_region(logits, group=self.group)[..., : self.vocab_size]
@@ -69,11 +71,11 @@ class VocabParallelLoss:
 def make_loss(
     definition: Any, plan: Plan, group: torch.distributed.ProcessGroup, *, last: bool
 ) -> VocabParallelLoss | DefinitionLoss:
-    """What computes the loss of a stage.
+    """Creates the loss of a stage.
 
     Args:
-        definition: lowered.
-        group: of TP.
+        definition: the lowered definition.
+        group: Megatron's TP group.
         last: whether it is the last stage.
     """
     assert plan.structure is not None

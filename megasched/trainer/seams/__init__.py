@@ -1,4 +1,4 @@
-"""What megasched adds to Megatron's trainer by changing functions of it: features, declared as patches are."""
+"""Declares features that change functions of Megatron's trainer, in the form of patches."""
 
 from megasched.patches import registry
 from megasched.patches.registry import Patch
@@ -11,5 +11,5 @@ registry.declare(
 
 
 def available() -> list[Patch]:
-    """All that a run changes in others' modules: what mends their faults, then these features."""
+    """Returns all changes that a run makes to others' modules: patches of their faults, then these features."""
     return registry.available()

@@ -1,4 +1,4 @@
-"""megasched's flags in Megatron's parser, under scripts that know nothing of them."""
+"""Adds megasched's flags to Megatron's parser, under scripts that know nothing of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The mean loss of a micro-batch, where context parallelism leaves labels that count in uneven numbers.
+"""Corrects the mean loss of a micro-batch where context parallel ranks have uneven numbers of labels.
 
 Each CP rank has a part of every sequence. Megatron divides the loss of a rank by the labels that count on it, and
 averages gradients over DP and CP: a label weighs more where others are masked (``--eod-mask-loss``). Divided by
-the labels of all parts, each weighs the same, as on one rank. ``--calculate-per-token-loss`` needs none of this:
-Megatron sums what it divides by then.
+the labels of all parts, each weighs the same, as on one rank. ``--calculate-per-token-loss`` needs none of this,
+as Megatron then sums the number that it divides by.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def _change() -> Undo:
 
 
 def of_all_ranks(loss_func: Callable[..., Any], group: torch.distributed.ProcessGroup) -> Callable[..., Any]:
-    """A loss function with what Megatron must divide to get the mean over all parts of the sequences.
+    """Wraps a loss function so that Megatron divides by the labels of all parts of the sequences.
 
     Args:
-        loss_func: of the forward step: its loss is a sum where it also returns the number of labels that count.
+        loss_func: loss function of the forward step: its loss is a sum where it also returns the number of labels
+            that count.
         group: the ranks that have the parts; gradients are averaged over them, not summed.
     """
     import torch
@@ -63,9 +64,10 @@ def of_all_ranks(loss_func: Callable[..., Any], group: torch.distributed.Process
 
 
 def _check_division() -> None:
-    """
+    """Checks how the installed Megatron divides a loss.
+
     Raises:
-        ConfigError: the installed Megatron does not divide a rank's loss by the labels on that rank.
+        ConfigError: it does not divide a rank's loss by the labels on that rank.
     """
     import torch
 

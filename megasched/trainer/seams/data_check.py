@@ -1,4 +1,4 @@
-"""A data set is looked at before it is opened: its index, and whether its ids are the model's."""
+"""Checks a data set before it is opened: its index, and whether its ids are in the model's vocabulary."""
 
 from __future__ import annotations
 

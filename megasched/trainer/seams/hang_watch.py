@@ -1,4 +1,4 @@
-"""``--hang-timeout-minutes``: what ranks are doing that make no step (megasched/trainer/hang_watch.py)."""
+"""Watches the steps of each rank for ``--hang-timeout-minutes`` (megasched/trainer/hang_watch.py)."""
 
 from __future__ import annotations
 

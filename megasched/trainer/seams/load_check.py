@@ -1,4 +1,4 @@
-"""A checkpoint is looked at before it is loaded."""
+"""Checks a checkpoint before it is loaded."""
 
 from __future__ import annotations
 

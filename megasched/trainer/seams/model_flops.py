@@ -1,4 +1,4 @@
-"""FLOPs in Megatron's log: those of the definition that is trained, and not those of a GPT of its sizes."""
+"""Makes Megatron's log count the FLOPs of the definition that is trained, not of a GPT of its sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run alone writes to a ``--save`` folder, and what appears there is complete."""
+"""Lets one run alone write to a ``--save`` folder, in which only complete checkpoints appear."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _change() -> list[Undo]:
 
 
 def _claimed(setup: Function) -> Function:
-    """Claims the folder before a checkpoint is looked for: from here on nobody else adds one."""
+    """Wraps the setup so that it first claims the folder; nobody else adds a checkpoint from then on."""
 
     @wraps(setup)
     def claimed(*given: Any, **named: Any) -> Any:
@@ -58,7 +58,7 @@ def _claimed(setup: Function) -> Function:
 
 
 def _begun(save_checkpoint: Function) -> Function:
-    """Tells the writer that a checkpoint begins."""
+    """Wraps a save so that the writer learns first that a checkpoint begins."""
 
     @wraps(save_checkpoint)
     def begun(iteration: int, *given: Any, **named: Any) -> Any:
@@ -70,7 +70,7 @@ def _begun(save_checkpoint: Function) -> Function:
 
 
 def _written(save: Function) -> Function:
-    """Hands what is saved to the writer."""
+    """Wraps a save so that it goes through the writer, for paths in the writer's folder."""
 
     @wraps(save)
     def written(sharded_state_dict: Any, checkpoint_dir: Any, *given: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ def _written(save: Function) -> Function:
 
 
 def _file_named(write_file: Function) -> Function:
-    """Names the file in an error of writing, which has none, unlike one of opening."""
+    """Wraps the writing of a file so that its errors name the file, as errors of opening do."""
 
     @wraps(write_file)
     def file_named(

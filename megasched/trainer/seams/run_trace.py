@@ -1,4 +1,4 @@
-"""A run's timeline (``--megasched-trace``): Megatron's own timers say how long, and neither when nor of what."""
+"""Traces a run's timeline (``--megasched-trace``), as Megatron's timers tell neither when nor of what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight decay: none of biases and norms, whatever their dimensions and names are in Hugging Face."""
+"""Exempts biases and norms from weight decay, whatever their dimensions and names are in Hugging Face."""
 
 from __future__ import annotations
 

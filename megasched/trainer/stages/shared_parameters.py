@@ -1,7 +1,7 @@
-"""Parameters that layers of several stages share: one value, so one gradient, summed over the stages.
+"""Sums the gradients of parameters that layers of several stages share, so that these keep one value.
 
-The tie of the embedding and the head is Megatron's own affair. Of any other, each stage has a copy; all start
-alike and get the same gradient before Megatron finalizes gradients.
+The tie of the embedding and the head is Megatron's own affair. Of any other shared parameter each stage has a
+copy. All copies start alike and get the same gradient before Megatron finalizes gradients.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megasched.trainer.stages.stage import Stage
 
 
 def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
-    """Canonical name -> first stage, of each parameter that several stages hold.
+    """Maps the canonical name of each parameter that several stages hold to the first of these stages.
 
     Args:
-        stages: all of them, in the order in which the model runs.
+        stages: all stages, in the order in which the model runs.
     """
     if len(stages) < 2:
         return {}
@@ -39,7 +39,9 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
 
 
 def refuse_overlap(plan: Plan, overlap_grad_reduce: bool) -> None:
-    """Gradients that are reduced over DP during the backward pass can't be summed over the stages before.
+    """Refuses ``--overlap-grad-reduce`` where layers share parameters and there are pipeline stages.
+
+    Gradients that are reduced over DP during the backward pass can't be summed over the stages before.
 
     Raises:
         ScheduleError: layers share parameters, and ``--overlap-grad-reduce`` is on.
@@ -56,7 +58,7 @@ def refuse_overlap(plan: Plan, overlap_grad_reduce: bool) -> None:
 
 
 def finalize_with_shared(group: torch.distributed.ProcessGroup) -> Callable[..., Any]:
-    """Megatron's ``finalize_model_grads``, with the gradients of shared parameters summed over PP before.
+    """Returns Megatron's ``finalize_model_grads``, with gradients of shared parameters summed over PP before.
 
     Args:
         group: Megatron's PP group.
@@ -78,7 +80,8 @@ def sum_gradients(
     """Sums the gradients of shared parameters over the chunks of all stages.
 
     Args:
-        chunks: of this rank: name -> its copy, or the shape of what it has none of; the same names on all ranks.
+        chunks: for each chunk of this rank, name -> its copy, or the shape of one that it lacks; the same names on
+            all ranks.
         group: the ranks of the stages.
     """
     for name in chunks[0]:

@@ -1,4 +1,4 @@
-"""One stage of an unmodified definition: what lives elsewhere is hollow in its place.
+"""Makes an unmodified definition run as one pipeline stage: modules of other stages are hollow in their place.
 
 The definition's own forward runs on every stage. Layers of other stages stay where they are, without
 parameters, and hand the hidden state through; the one before the stage returns what came over the wire, and
@@ -25,7 +25,7 @@ from megasched.trainer.stages.stage_transfer import StageBuffers
 
 
 class StageEnd(BaseException):
-    """Ends a definition's forward where the stage ends. No error, so nothing that catches errors may catch it."""
+    """Ends a definition's forward where the stage ends; no ``Exception``, so that no error handler stops it."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class StageEnd(BaseException):
 
 @dataclass(frozen=True)
 class Stage:
-    """What one (pipeline rank, model chunk) runs.
+    """Describes what one (pipeline rank, model chunk) runs.
 
     Attributes:
-        start, stop: its layers, half open; empty stages are legal.
-        first: it holds what comes before the layers (embeddings) and gets the token ids.
-        last: it holds what comes after the layers (norm, head) and gets the labels.
+        start, stop: half-open range of its layers; empty stages are legal.
+        first: whether it holds what comes before the layers (embeddings) and gets the token ids.
+        last: whether it holds what comes after the layers (norm, head) and gets the labels.
     """
 
     start: int
@@ -49,11 +49,11 @@ class Stage:
 
     @property
     def empty(self) -> bool:
-        """Whether it only hands on what it receives."""
+        """Returns whether the stage only hands on what it receives."""
         return self.start == self.stop and not self.first and not self.last
 
     def holds(self, structure: LayerStack, path: str) -> bool:
-        """Whether the module at ``path`` lives on this stage."""
+        """Returns whether the module at ``path`` lives on this stage."""
         index = structure.index_of(path)
         if index is not None:
             return self.start <= index < self.stop
@@ -67,7 +67,7 @@ class Stage:
 
 
 def hollow_out(module: nn.Module) -> None:
-    """Takes the parameters out of a module and all below it; their metadata stay readable (dtype, shape)."""
+    """Takes the parameters out of a module and all below it; their dtypes and shapes stay readable."""
     for child in module.modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is not None:
@@ -82,10 +82,10 @@ def hollow_out_stage(
 
     Args:
         model: the definition, its local modules lowered or still to be lowered.
-        structure: where its layers are.
-        stage: what lives here.
+        structure: layer stack of the definition.
+        stage: the stage that lives here.
         wire: set before each forward.
-        dtype: of the dummies that stand for what an embedding elsewhere would give.
+        dtype: dtype of the dummies that stand in for the output of an embedding elsewhere.
     """
     for index in range(structure.count):
         path = structure.layer_path(index)
@@ -112,7 +112,7 @@ def hollow_out_stage(
 
 
 def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
-    """Zeros in the place of a module's own parameters, for the code of others that computes with them."""
+    """Puts zeros in place of a module's own parameters, for other code that computes with them."""
     gone = {
         name: held for name, held in module.__dict__.items() if isinstance(held, torch.Tensor) and held.is_meta
     }
@@ -124,7 +124,7 @@ def _zero_own(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_entry(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
-    """Where the received hidden state enters: as what the layer before the stage returns."""
+    """Makes the received hidden state enter as the output of the layer before, or as the first one's input."""
     if stage.first:
         return
     before = structure.last_before(stage.start)
@@ -137,7 +137,7 @@ def set_entry(model: nn.Module, structure: LayerStack, stage: Stage, wire: Stage
 
 
 def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
-    """Has the sides that later stages read taken where they are made."""
+    """Stores the sides that later stages read where this stage's modules make them."""
     if stage.last:
         return
     for path, places in _by_module(structure, structure.stage_inputs_at(stage.stop)).items():
@@ -146,7 +146,7 @@ def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, 
 
 
 def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
-    """Where the forward ends; the outermost of all wraps of that layer."""
+    """Makes the forward end after the stage's last layer, in the outermost wrap of that layer."""
     if stage.last:
         return
     # Without layers the first one is hollow and hands its input through: that is what goes out.
@@ -180,7 +180,7 @@ def _take(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
 
 
 def _fill(places: _Places, wire: StageBuffers, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """What a hollow module returns, with the sides that came over the wire in their places."""
+    """Returns a hollow module's output, with the sides that came over the wire in their places."""
     for side, place in places:
         if side in wire.values:
             output = place.put(wire.values[side], args, kwargs, output)
@@ -188,9 +188,9 @@ def _fill(places: _Places, wire: StageBuffers, args: tuple[Any, ...], kwargs: di
 
 
 def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffers) -> Callable[[], None]:
-    """What has HF's hooks record of a hollow layer what came over the wire of it.
+    """Returns a function that makes HF's hooks record what came over the wire for a hollow layer.
 
-    They are on modules inside of the layer, which are made to return that, and called.
+    The hooks are on modules inside the layer. These are made to return what was received, and are called.
     """
     recorded = []
     for inner, places in _by_module(structure, structure.sides).items():
@@ -253,7 +253,7 @@ def _leave_after(slot: HiddenStateArg) -> Callable[[Forward], Forward]:
 def _dummy(
     structure: LayerStack, path: str, shapes: Any, wire: StageBuffers, dtype: torch.dtype
 ) -> Callable[[Forward], Forward]:
-    """Zeros of the shapes that the real module would return; some definitions write into them."""
+    """Makes a module return zeros of the shapes that the real one would; some definitions write into them."""
     places = _by_module(structure, structure.sides)[path]
 
     def zeros(shape: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What goes from stage to stage: the hidden state and its sides, in the one tensor that Megatron sends.
+"""Carries the hidden state and its sides from stage to stage, in the one tensor that Megatron sends.
 
 Mostly this is the hidden state as it is, [s, b, h]. Where more has to cross, or the hidden state has another
 form, the bytes of all tensors lie one after the other in a tensor [s, b, w]; Megatron takes w from
@@ -27,31 +27,31 @@ _ALIGNED = 8  # bytes; a view in another dtype must begin at a multiple of its s
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One of the tensors that are packed."""
+    """Describes one of the tensors that are packed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Bytes of its values."""
+        """Returns the number of bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """Bytes from its beginning to that of the next one."""
+        """Returns the number of bytes from its beginning to that of the next tensor."""
         return -(-self.size // _ALIGNED) * _ALIGNED
 
 
 @dataclass
 class StageBuffers:
-    """What the boundaries of a stage share during one forward.
+    """Holds what the boundaries of a stage share during one forward.
 
     Attributes:
         received: the hidden state that came in; None on the first stage.
-        values: the sides that came in, or were made here.
-        batch, length, device: of the token ids; the length is that of whole sequences.
-        open: a forward runs. What recompute runs again in the backward pass puts nothing here: it would stay.
+        values: the sides that came in, or were made on this stage.
+        batch, length, device: those of the token ids; the length is that of whole sequences.
+        open: whether a forward runs. Recompute in the backward pass stores nothing here, as it would stay.
     """
 
     received: torch.Tensor | None = None
@@ -62,7 +62,7 @@ class StageBuffers:
     open: bool = False
 
     def clear(self) -> None:
-        """Lets go of the tensors."""
+        """Releases the tensors."""
         self.open = False
         self.received = None
         self.values.clear()
@@ -70,16 +70,16 @@ class StageBuffers:
 
 @dataclass
 class BoundaryCodec:
-    """How stage boundaries are crossed.
+    """Packs and unpacks the tensors that cross stage boundaries.
 
     Attributes:
         definition: pristine; its sides are measured on it.
-        dtype: of parameters and of the wire.
+        dtype: dtype of parameters and of the wire.
         parts: number of parts of a sequence (TP under sequence parallelism, or 1).
         cut: dimension along which a side is cut over TP (or along the sequence), by its first place.
-        tp: number of those parts.
+        tp: number of parts of such a side.
         width: the w of what is sent, set by ``fit``.
-        measured: sides by dtype, rows and length, for other packings of the same definition too.
+        measured: sides by dtype, rows and length, for other codecs of the same definition too.
     """
 
     definition: nn.Module
@@ -92,12 +92,14 @@ class BoundaryCodec:
     measured: dict[tuple[torch.dtype, int, int], dict[OutputRef, torch.Tensor]] = field(default_factory=dict)
 
     def needed(self, boundaries: Sequence[int]) -> bool:
-        """Whether these cuts take more than the hidden state as it is."""
+        """Returns whether these cuts take more than the hidden state as it is."""
         return bool(boundaries) and not (self._plain() and not self._sides(boundaries))
 
     def sends_local_sequences(self, boundaries: Sequence[int]) -> bool:
-        """Whether a rank that has a part of each sequence can send its part: of a plain hidden state, and of
-        what HF's hooks recorded, which is gathered after the layers."""
+        """Returns whether a rank with a part of each sequence can send its part alone.
+
+        It can send a plain hidden state, and what HF's hooks recorded, which is gathered after the layers.
+        """
         recorded = set(self.structure.recorded)
         return self._plain() and all(side.places[0] in recorded for side in self._sides(boundaries))
 
@@ -105,7 +107,7 @@ class BoundaryCodec:
         return {side for boundary in boundaries for side in self.structure.stage_inputs_at(boundary)}
 
     def _plain(self) -> bool:
-        """Whether the hidden state is [b, s, h] in the wire's precision."""
+        """Returns whether the hidden state is [b, s, h] in the wire's precision."""
         hidden = self.structure.hidden
         fixed = objective_of(self.definition).sequence_length(getattr(self.definition, "config", None))
         sequence = ("b", "s" if fixed is None else fixed[0])
@@ -113,16 +115,16 @@ class BoundaryCodec:
         return plain and hidden.run_dtype(self.dtype) == self.dtype
 
     def fit(self, boundaries: Sequence[int], batch: int, length: int) -> None:
-        """Makes what is sent [s, b, w] wide enough for all of these cuts; called again, for other batches as well.
+        """Makes what is sent, [s, b, w], wide enough for all of these cuts; called for each size of a batch.
 
-        What has no rows of its own takes the more of w, the fewer rows there are.
+        A side that has the same size for any number of rows needs a larger w where there are fewer rows.
         """
         room = max(sum(piece.room for piece in self.pieces(boundary, batch, length)) for boundary in boundaries)
         row = length // self.parts * batch * self.dtype.itemsize
         self.width = max(self.width, -(-room // row))
 
     def pieces(self, boundary: int, batch: int, length: int) -> tuple[PackedTensor, ...]:
-        """What crosses a cut before the layer ``boundary`` on this rank: the hidden state, then the sides."""
+        """Returns what crosses a cut before layer ``boundary`` on this rank: the hidden state, then the sides."""
         hidden = self.structure.hidden
         sizes = list(hidden.sizes(batch, length))
         if self.parts > 1:
@@ -147,7 +149,7 @@ class BoundaryCodec:
         return self.measured[key]
 
     def send(self, boundary: int, wire: StageBuffers, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden state and the sides that a cut takes -> [s, b, w], no view."""
+        """Packs the hidden state and the sides that a cut takes into [s, b, w], which is no view."""
         sides = self.structure.stage_inputs_at(boundary)
         missing = [side.places[0].path for side in sides if side not in wire.values]
         assert not missing, f"nothing was taken of {missing}"
@@ -163,7 +165,7 @@ class BoundaryCodec:
         return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
 
     def receive(self, boundary: int, wire: StageBuffers, packed: torch.Tensor) -> None:
-        """[s, b, w] -> the hidden state and the sides of a cut."""
+        """Unpacks [s, b, w] into the hidden state and the sides of a cut."""
         hidden, *sides = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
         wire.received = hidden
         wire.values.update(zip(self.structure.stage_inputs_at(boundary), sides, strict=True))
@@ -171,13 +173,13 @@ class BoundaryCodec:
 
 
 def send_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    """[b, s, h] -> [s, b, h], no view: Megatron frees what it has sent."""
+    """Transposes [b, s, h] to [s, b, h], no view, as Megatron frees what it has sent."""
     out = hidden.transpose(0, 1).contiguous()
     return make_viewless_tensor(out, requires_grad=out.requires_grad, keep_graph=True)
 
 
 def receive_hidden(sent: torch.Tensor) -> torch.Tensor:
-    """[s, b, h] -> [b, s, h]; definitions may view it."""
+    """Transposes [s, b, h] to a contiguous [b, s, h], as definitions may view it."""
     return sent.transpose(0, 1).contiguous()
 
 
@@ -201,7 +203,7 @@ def _read(packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> list[torch.Te
 
 
 class _Pack(torch.autograd.Function):
-    """Tensors to one; the gradient comes back as it was packed by ``_Unpack``."""
+    """Packs tensors into one; the gradient comes back as ``_Unpack`` has packed it."""
 
     @staticmethod
     def forward(
@@ -217,7 +219,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """One tensor to those that were packed."""
+    """Unpacks one tensor into those that were packed."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, pieces: Sequence[PackedTensor]) -> Any:

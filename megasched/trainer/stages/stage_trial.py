@@ -1,8 +1,8 @@
-"""Whether later layers do the same where earlier ones are on another stage: tried on meta.
+"""Tries on meta whether later layers do the same where earlier ones are on another stage.
 
 Tensors that go from layer to layer are followed (``analysis/stages/stage_flow.py``) and carried. What layers tell
 each other through Python objects is not: a counter in a shared dictionary, a list that each appends to. A stage
-runs without what earlier layers put there, and its operations, their sizes or their numbers are others then.
+runs without what earlier layers put there, so its operations, their sizes or their numbers may differ.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _Operation = tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
 
 def why_not_stages(model: nn.Module, structure: LayerStack, ways: Callable[[], Ways]) -> str:
-    """Why layers of one model can't be on several pipeline stages; empty where they can.
+    """Returns why layers of one model can't be on several pipeline stages; empty where they can.
 
     Args:
-        ways: finds the ways that its code can go, asked for where nothing else speaks against stages.
+        ways: finds the ways that its code can go; called only where nothing else speaks against stages.
     """
     if model not in _WHY_NOT_ALONE:
         _WHY_NOT_ALONE[model] = why_not_alone(model, structure)
@@ -49,7 +49,7 @@ def why_not_stages(model: nn.Module, structure: LayerStack, ways: Callable[[], W
 
 @collector_paused()
 def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
-    """What layers of the second half do otherwise where those of the first are on another stage; empty if nothing.
+    """Returns how later layers depend on having the first half on their stage; empty where they do not.
 
     Raises:
         ScheduleError: the model does not run on meta.
@@ -77,8 +77,9 @@ def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
 
 
 def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> str:
-    """What goes from layer to layer otherwise where the code goes another way (``analysis/trials/ways.py``), or
-    which way it goes by what most stages do not have; empty if nothing.
+    """Returns why another way through the code (``analysis/trials/ways.py``) rules stages out; or empty.
+
+    Either other tensors go from layer to layer then, or the way depends on a value that most stages do not have.
 
     Raises:
         ScheduleError: the model does not run on meta.
@@ -97,12 +98,12 @@ def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> s
 
 
 class _StageRun(ScalarAnswers):
-    """A forward that notes what is done from a layer on.
+    """Runs a forward and notes the operations from a layer on.
 
     Attributes:
-        done: (module, operation, its numbers, shapes of what it gives).
-        hidden: what the layer is handed; None until it runs.
-        sides: what else crosses the boundary before it.
+        done: (module, operation, its numbers, shapes of its outputs).
+        hidden: hidden state that the layer is handed; None until it runs.
+        sides: other tensors that cross the boundary before it.
     """
 
     def __init__(self, model: nn.Module, structure: LayerStack, start: int) -> None:
@@ -124,13 +125,13 @@ class _StageRun(ScalarAnswers):
         return output
 
     def run(self, inputs: Mapping[str, Any] | None = None) -> None:
-        """One forward; of token ids by default."""
+        """Runs one forward; of token ids by default."""
         hooks = call_hooks(self.model, self._before, self._after, lambda path, module: path in self.watched)
         with hooks, loss_given(self.model, calls_loss=self.structure.calls_loss):
             run_on_meta(self.model, inputs or self._inputs(), self)
 
     def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[StageInput, torch.Tensor]) -> None:
-        """The same as the stage that begins with the layer."""
+        """Runs the forward of the stage that begins with the layer."""
         stage = Stage(self.start, self.structure.count, first=False, last=True)
         wire = StageBuffers(hidden.clone(), dict(sides), _BATCH, _LENGTH, torch.device("meta"), open=True)
         with torch.device("meta"):  # also for zeros in the place of what lives elsewhere

@@ -1,4 +1,4 @@
-"""Which calls of a schedule make it wrong: those without which it is right."""
+"""Finds which calls of a schedule make it wrong: those without which it is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schedule(sch, layout):
 
 
 def write_without(schedule: str, removed: Sequence[Call], file: Path) -> str:
-    """A schedule file that does what another schedule does, but for some calls; its path."""
+    """Writes a schedule file that does what another schedule does, but for some calls; returns its path."""
     file.write_text(_WITHOUT.format(removed={(path, asked) for path, asked, _ in removed}, schedule=schedule))
     return str(file)
 
@@ -27,11 +27,11 @@ def write_without(schedule: str, removed: Sequence[Call], file: Path) -> str:
 def bisect_records(
     suspects: Sequence[Call], others: Sequence[Call], right_without: Callable[[Sequence[Call]], bool]
 ) -> tuple[Call, ...]:
-    """The fewest calls found without which the schedule is right; none where no such were found.
+    """Returns the fewest calls found without which the schedule is right; empty where none were found.
 
     Args:
         suspects: calls on the module where it goes wrong first.
-        others: calls to look among otherwise.
+        others: calls to look among where leaving out the suspects does not help.
         right_without: whether the schedule is right without some calls; False where it can't be planned.
     """
     for candidates in (suspects, others):
@@ -41,7 +41,7 @@ def bisect_records(
 
 
 def _narrowed(guilty: list[Call], right_without: Callable[[Sequence[Call]], bool]) -> list[Call]:
-    """Halves as long as one half alone is guilty."""
+    """Halves the calls as long as the schedule is right without one half alone."""
     while len(guilty) > 1:
         half = len(guilty) // 2
         part = next((part for part in (guilty[:half], guilty[half:]) if right_without(part)), None)

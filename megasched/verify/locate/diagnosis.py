@@ -1,4 +1,4 @@
-"""What usually makes numbers wrong in such a way, in such a place."""
+"""Tells the usual cause of numbers that are wrong in a given way, in a given place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def likely_cause(
     *,
     way: str = "",
 ) -> str:
-    """In words; empty where there is nothing usual about it.
+    """Returns the usual cause in words; empty where there is none.
 
     Args:
         direction: ``forward`` or ``backward``.
-        event: path of the module, and ``in``, ``out`` or ``parameter``: what of it is wrong.
+        event: path of the module, and ``in``, ``out`` or ``parameter`` for its wrong input, output or parameter.
         related: how the numbers relate to the right ones, by ``matching.relation``.
         sources: module -> the one whose output it takes.
         way: how the gradient of the module's output lies over the TP ranks.

@@ -1,5 +1,7 @@
-"""Where a scheduled model goes another way than the unscheduled one: the first module, forward or backward, whose
-numbers differ, how they relate to the right ones, and what usually does that."""
+"""Finds the first module, forward or backward, whose numbers differ from the unscheduled model's.
+
+It also says how they relate to the right numbers, and what usually does that.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ NOTICED = 5e-5
 
 @dataclass(frozen=True)
 class Finding:
-    """Where the numbers first differ.
+    """Describes where the numbers first differ.
 
     Attributes:
-        direction: of the pass in which they do.
+        direction: the pass in which they do.
         where: path of the module, or name of the parameter.
-        what: what of it differs.
+        what: the tensor of it that differs, in words.
         ranks: those that have wrong numbers.
         error: relative to the largest right value.
         relation: how the wrong numbers relate to the right ones; empty where that is not simple.
@@ -54,7 +56,7 @@ class Finding:
 
 @dataclass
 class Locator:
-    """One run and its reference, event by event.
+    """Compares one run with its reference, event by event.
 
     Attributes:
         replica: the DP rank whose micro-batch was looked at.
@@ -76,7 +78,7 @@ class Locator:
         self._floor = FLOOR * max(largest, default=0.0)
 
     def first(self) -> Finding | None:
-        """The first difference, in the order in which things are computed; None where no module shows any."""
+        """Returns the first difference, in the order of the computation; None where no module shows any."""
         return self.forward() or self.backward()
 
     def forward(self) -> Finding | None:
@@ -106,8 +108,7 @@ class Locator:
         return self._parameters_of(None)
 
     def hidden_states(self) -> dict[tuple[Event, bool], float]:
-        """What leaves each layer, and (True) the gradient that comes back to it -> how far it is from what the
-        unscheduled model had, relative."""
+        """Maps (event, is gradient) to the relative error, for each layer's output and the gradient at it."""
         found = {}
         for path in self.facts.layers:
             for gradient in (False, True):
@@ -119,7 +120,7 @@ class Locator:
     # events -----------------------------------------------------------------------------------------
 
     def compare(self, event: Event, *, gradient: bool) -> Match | None:
-        """How what the ranks saw matches; None where it can't be compared (experts' tokens, packed layouts)."""
+        """Returns how the ranks' tensors match; None where they can't be compared (experts, packed layouts)."""
         wanted = self.wanted(event, gradient)
         matches = []
         for rank in range(self.cp):
@@ -136,7 +137,7 @@ class Locator:
         return max(matches, key=lambda one: one.error)
 
     def wanted(self, event: Event, gradient: bool) -> torch.Tensor | None:
-        """What the unscheduled model saw, in the scale of a rank."""
+        """Returns the unscheduled model's tensor for an event, in the scale of a rank; None where it has none."""
         seen = self.expected.sightings
         assert seen is not None
         if not gradient:
@@ -146,7 +147,7 @@ class Locator:
         return None if found is None else found * self.dp * self.cp
 
     def _parts(self, event: Event, gradient: bool, cp_rank: int) -> list[torch.Tensor]:
-        """What the TP ranks of the replica saw, in rank order."""
+        """Returns the tensors that the replica's TP ranks saw, in rank order."""
         found = {}
         for report in self.reports:
             seen = report.sightings.gradients if gradient else report.sightings.values
@@ -155,14 +156,14 @@ class Locator:
         return [found[rank] for rank in sorted(found)]
 
     def _own(self, wanted: torch.Tensor, cp_rank: int) -> torch.Tensor:
-        """A context parallel rank's part of [b, s, ...]."""
+        """Returns a context-parallel rank's part of [b, s, ...]; a tensor without that s stays whole."""
         length = self.expected.logits[0].shape[1]
         if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != length:
             return wanted
         return Zigzag(self.cp, cp_rank).local_sequence(wanted, ShardDim(1))
 
     def _ranks(self, event: Event, found: Match) -> tuple[int, ...]:
-        """Numbers of the ranks with wrong numbers."""
+        """Returns the numbers of the ranks with wrong values."""
         own = ((n, r) for n, r in enumerate(self.reports) if r.dp_rank == self.replica)
         holders = [n for n, r in own if event in r.sightings.values]
         if found.way == "whole" and len(found.errors) == len(holders):
@@ -172,7 +173,7 @@ class Locator:
     # findings ---------------------------------------------------------------------------------------
 
     def finding(self, direction: Literal["forward", "backward"], event: Event, found: Match) -> Finding:
-        """What there is to say of an event that matches in no way."""
+        """Returns the finding for an event that matches in no way."""
         path, kind = event
         gradient = direction == "backward"
         wanted = self.wanted(event, gradient)
@@ -187,11 +188,11 @@ class Locator:
         )
 
     def finding_at(self, path: str, what: str, ranks: tuple[int, ...], related: str, cause: str) -> Finding:
-        """Something wrong in the forward of a module that is no matter of a size."""
+        """Returns a finding in a module's forward for something wrong that has no size."""
         return Finding("forward", path, what, ranks, 1.0, related, cause, self._records(path))
 
     def _parameters_of(self, path: str | None) -> Finding | None:
-        """The first of a module's own parameters whose gradient is wrong on any rank; of all, for None."""
+        """Finds a module's first own parameter (of any module, for None) with a wrong gradient on any rank."""
         whole = self._gradients()
         for name, wanted in self.expected.gradients.items():
             if path not in (None, name.rpartition(".")[0]) or name not in whole:
@@ -205,7 +206,7 @@ class Locator:
     def _finding_of(
         self, name: str, whole: torch.Tensor, wanted: torch.Tensor, ranks: tuple[int, ...], error: float
     ) -> Finding:
-        """What there is to say of a parameter whose gradient is wrong on these ranks."""
+        """Returns the finding for a parameter whose gradient is wrong on these ranks."""
         path = name.rpartition(".")[0]
         held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
         placement = held[0][1].gradients[name][1]
@@ -224,7 +225,7 @@ class Locator:
         return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
 
     def _errors(self) -> dict[str, dict[int, float]]:
-        """Parameter -> rank that holds it, or a part, or a copy -> how far its gradient is off there."""
+        """Maps each parameter to its gradient's error on each rank that holds it, a part or a copy."""
         if not self._known:
             floor = FLOOR * max(float(gradient.abs().max()) for gradient in self.expected.gradients.values())
             for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
@@ -235,7 +236,7 @@ class Locator:
         return self._known
 
     def _of_copies(self, name: str, placement: Placement, held: torch.Tensor, wanted: torch.Tensor) -> str:
-        """Whether the gradient of a tie is right once its copies' are added up."""
+        """Returns ``COPIES`` if the gradient of a tie is right once its copies' are added up; else empty."""
         copies = {r.tp_rank: r.copies[name] for r in self.reports if name in r.copies and r.dp_rank == 0}
         if not copies:
             return ""
@@ -250,7 +251,7 @@ class Locator:
         return self.expected.sightings.sources
 
     def _records(self, path: str) -> tuple[Call, ...]:
-        """Calls on the module; else below it and on those that take what it gives; else on what is around."""
+        """Returns the calls on the module; else below it or on takers of its output; else on parents."""
         takers = [taker for taker, source in self._sources().items() if source == path]
         near = [f"{one}." for one in (path, *takers)]
         around = [path[:end] for end in range(len(path)) if path[end] == "."][::-1]

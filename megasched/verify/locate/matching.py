@@ -1,5 +1,7 @@
-"""Whether what the ranks of a TP group hold is a given tensor: whole on each, cut in parts, or summed up; and what
-it is instead where it is not."""
+"""Decides whether the tensors of a TP group are a given tensor: whole on each rank, cut in parts, or summed up.
+
+Where they are not, it says how they relate to it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Match:
-    """The way in which parts come nearest to a tensor.
+    """Describes the way in which the ranks' parts come nearest to a tensor.
 
     Attributes:
         way: ``whole``, ``cut`` or ``summed``.
-        dim: along which it is cut.
-        errors: of each rank; one for all where they have one tensor together. Relative to the largest value.
+        dim: dimension along which it is cut.
+        errors: error of each rank, or one where they have one tensor together, relative to the largest value.
     """
 
     way: str
@@ -42,13 +44,13 @@ def match(
     sums: bool = False,
     floor: float = 0.0,
 ) -> Match | None:
-    """The nearest way; None where the shapes allow none.
+    """Returns the way in which the parts come nearest to a tensor; None where the shapes allow none.
 
     Args:
-        parts: what each rank holds, in rank order.
+        parts: tensors of the ranks, in rank order.
         components: sizes along the last dimension that are cut one by one.
         sums: whether the ranks may each have a part of a sum.
-        floor: what errors are relative to at least.
+        floor: smallest value that errors are relative to.
     """
     found = []
     if all(part.shape == expected.shape for part in parts):
@@ -66,7 +68,7 @@ def match(
 def join(
     parts: Sequence[torch.Tensor], shape: Sequence[int], dim: int, components: Sequence[int] = ()
 ) -> torch.Tensor | None:
-    """The tensor of this shape that was cut along a dimension; None where it was not."""
+    """Joins parts to the tensor of this shape that was cut along a dimension; None where it was not."""
     size = len(parts)
     wanted = [length // size if place == dim else length for place, length in enumerate(shape)]
     if size == 1 or shape[dim] % size or any(list(part.shape) != wanted for part in parts):
@@ -79,7 +81,7 @@ def join(
 
 
 def relation(parts: Sequence[torch.Tensor], expected: torch.Tensor, components: Sequence[int] = ()) -> str:
-    """How what is wrong relates to what is right, in words; empty where no simple relation holds."""
+    """Returns how wrong parts relate to the right tensor, in words; empty where no simple relation holds."""
     whole = all(part.shape == expected.shape for part in parts)
     if whole and len(parts) > 1 and relative(torch.stack(list(parts)).sum(0), expected) < _EXACT:
         return SUMMED
@@ -121,7 +123,7 @@ def _joined(
 
 
 def _reordered(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """Blocks of equal size whose norms are the same, in another order; the largest blocks that show it."""
+    """Tells the largest blocks of equal size that have the right norms in another order; empty if none do."""
     for dim in reversed(range(1, expected.dim())):
         length = expected.shape[dim]
         for count in range(2, min(length, _MOST_BLOCKS) + 1):
@@ -135,5 +137,5 @@ def _reordered(got: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def _norms(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """Of each of ``count`` blocks along a dimension."""
+    """Returns the norm of each of ``count`` blocks along a dimension."""
     return torch.stack([block.double().norm() for block in tensor.chunk(count, dim)])

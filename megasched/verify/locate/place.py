@@ -1,4 +1,4 @@
-"""Where wrong numbers come from: which step and micro-batch to look at, and the module or parameter there."""
+"""Finds where wrong numbers come from: the step and micro-batch to look at, and the module or parameter there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEP = "what the optimizer does with it: its group, its weight decay, or whether
 
 
 def first_wrong(wrong: Mapping[Number, float], states: bool) -> tuple[int, int] | None:
-    """Step and micro-batch with the first wrong number; None where only what is left after the steps is wrong.
+    """Returns step and micro-batch of the first wrong number; None where only values after the steps are wrong.
 
     Args:
-        states: hidden states of the first micro-batch are wrong.
+        states: whether hidden states of the first micro-batch are wrong.
     """
     steps = [number.step for number in wrong if number.step >= 0]
     if states or not steps:
@@ -37,10 +37,10 @@ def first_wrong(wrong: Mapping[Number, float], states: bool) -> tuple[int, int] 
 
 
 def place_of(locator: Locator, plain: PlainRun, look: tuple[int, int]) -> Finding | None:
-    """What is wrong in the step that was looked at: the weights that it began with, a module, or a parameter.
+    """Finds what is wrong in the step that was looked at: the weights before it, a module, or a parameter.
 
     Args:
-        locator: of the runs that looked there.
+        locator: locator of the runs that looked there.
     """
     if look[0] > 0:
         found = _weights_before(locator, plain)
@@ -50,7 +50,7 @@ def place_of(locator: Locator, plain: PlainRun, look: tuple[int, int]) -> Findin
 
 
 def of_loss(locator: Locator, wrong: Mapping[Number, float], step: int) -> Finding | None:
-    """The loss, where it is wrong and each logit that it is made of is right."""
+    """Returns a finding for the loss where it is wrong and each logit that it is made of is right; else None."""
     found = {number for number in wrong if number.step == step and number.kind in ("loss", "logits")}
     if {number.kind for number in found} != {"loss"} or locator.forward() is not None:
         return None
@@ -60,7 +60,7 @@ def of_loss(locator: Locator, wrong: Mapping[Number, float], step: int) -> Findi
 
 
 def of_norm(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> Finding | None:
-    """The gradient norm, where each gradient that it is made of is right."""
+    """Returns a finding for the gradient norm where it is wrong and each gradient is right; else None."""
     number = next((number for number in sorted(wrong) if number.kind == "grad_norm"), None)
     if number is None or any(other.kind == "gradient" for other in wrong):
         return None
@@ -70,7 +70,7 @@ def of_norm(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> 
 
 
 def _weights_before(locator: Locator, plain: PlainRun) -> Finding | None:
-    """The parameter that is furthest off before a later step."""
+    """Finds the parameter that is furthest off before a later step."""
     errors: dict[str, dict[int, float]] = {}
     for rank, name, shard, cut in replicas(locator.reports, "before", locator.tp):
         wanted = plain.before[name]
@@ -81,7 +81,7 @@ def _weights_before(locator: Locator, plain: PlainRun) -> Finding | None:
 def first_weight(
     locator: Locator, errors: Errors, wrong: Mapping[Number, float], plain: PlainRun
 ) -> Finding | None:
-    """The parameter or buffer that is furthest off after the steps."""
+    """Finds the parameter or buffer that is furthest off after the steps."""
     held = {number.name: errors.ranks[number] for number in wrong if number in errors.ranks}
     found = _of_weights(locator, held, NOTICED)
     return replace(found, cause=UNUSED) if found is not None and found.where in plain.unreached else found

@@ -14,7 +14,7 @@ def write_source(proposal: Proposal, *, transformers: str) -> str:
     """Writes the module: a docstring, an import and ``ADAPTER``, as files of ``model_adapters/families`` are.
 
     Args:
-        proposal: what it is to say.
+        proposal: the adapter as data.
         transformers: version that it was found with.
     """
     title = f'"""{proposal.model_type}: proposed by megasched new-adapter (transformers {transformers})."""'

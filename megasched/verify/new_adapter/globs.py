@@ -10,13 +10,13 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 def fold_paths[Value](values: Mapping[str, Value], paths: Iterable[str]) -> dict[str, Value]:
-    """Maps globs to values, so that each path is matched by what says its value and nothing else is matched.
+    """Maps globs to values, so that each path matches a glob with its value and no other path matches one.
 
     Paths that a glob would not tell from others keep their indices.
 
     Args:
-        values: path -> what is said of it.
-        paths: all there are.
+        values: path -> its value.
+        paths: all paths that a glob may match.
     """
     groups: dict[str, list[str]] = {}
     for path in values:

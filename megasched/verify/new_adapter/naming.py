@@ -1,4 +1,4 @@
-"""Names what was found: ``column`` and ``row`` become roles that schedules can speak of.
+"""Gives the roles that were found names that schedules can speak of, instead of ``column`` and ``row``.
 
 A name changes nothing of how a linear is cut, but for the head counts that go with q, k and v; where these do not
 fit the linear it keeps its plain name.
@@ -31,7 +31,7 @@ def name_roles(model: nn.Module, roles: Roles) -> dict[str, str]:
 
     Args:
         model: the definition.
-        roles: by HF's plan, and inferred.
+        roles: roles by HF's plan, and inferred ones.
     """
     named = {path: _column(path, roles) if role == "column" else role for path, role in roles.role.items()}
     heads = head_counts(named, model.config)
@@ -53,7 +53,7 @@ def name_roles(model: nn.Module, roles: Roles) -> dict[str, str]:
 
 
 def parts_of(path: str, components: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the sizes of the projections packed into a linear; empty for one."""
+    """Returns the sizes of the projections packed into a linear; empty for a single projection."""
     sizes = components.get(path, ())
     return sizes if len(sizes) > 1 else ()
 
@@ -73,5 +73,5 @@ def _parent(path: str) -> str:
 
 
 def _is_mlp(path: str) -> bool:
-    """Says whether a name on the way to a module speaks of an MLP."""
+    """Returns whether a name on the way to a module is one of an MLP."""
     return any(_MLP.fullmatch(word) for word in path.lower().split("."))

@@ -1,4 +1,4 @@
-"""``megasched new-adapter`` says what an architecture needs, as an adapter, and whether the adapter is right."""
+"""Runs ``megasched new-adapter``: proposes the adapter that an architecture needs, and checks it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ CHECKED = ("tp2", "tp2-sp", "pp2")
 
 @dataclass
 class NewAdapter:
-    """Holds all that ``megasched new-adapter`` tells.
+    """Holds everything that ``megasched new-adapter`` reports.
 
     Attributes:
         model: class of the definition.
         proposal: the adapter, as data.
         source: the adapter's module, as text.
-        lines: of ``ADAPTER = Adapter(...)`` in it.
+        lines: number of lines of ``ADAPTER = Adapter(...)`` in it.
         installed: the adapter that is there already, with its package; or empty.
-        planned: linears that HF's own plan cuts.
-        inferred: linears that are cut by what was inferred.
-        whole: linears that were looked at and stay whole.
+        planned: number of linears that HF's own plan cuts.
+        inferred: number of linears that are cut by an inferred role.
+        whole: number of linears that were looked at and stay whole.
         still_open: what a person must look at, a sentence each.
         outcomes: layout -> what the check found; empty where none was made.
     """
@@ -60,11 +60,11 @@ class NewAdapter:
 
     @property
     def right(self) -> bool:
-        """Says whether every check that was made found the same numbers on both sides."""
+        """Returns whether every check that was made found the same numbers on both sides."""
         return all(outcome.verdict == "equal" for outcome in self.outcomes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the same as plain data for JSON."""
+        """Returns the report as plain data for JSON."""
         return {**asdict(self), "right": self.right}
 
 
@@ -81,7 +81,7 @@ def new_adapter(
         hf_model: folder, config file or hub id; only the config is read.
         check: run the proposal on a small copy of the model.
         trust_remote_code: run Python code that comes with the model.
-        progress: told of each layout before it is checked.
+        progress: called with each layout before it is checked.
 
     Raises:
         ConfigError: there is no definition for the config, or no small copy of it can be made.
@@ -125,7 +125,7 @@ def check_source(
     trust_remote_code: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """Compares a small model under the adapter with the same model alone, at each layout."""
+    """Compares a small model under the adapter with the unscheduled one, at each layout in ``CHECKED``."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, RankPool() as ranks:
         adapter = Path(folder) / "adapter.py"
@@ -143,8 +143,10 @@ def check_source(
 
 
 def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
-    """Lists what is left to the author: sizes of packed projections, what stays whole and why, and what of the
-    definition's calls is unusual; a sentence each."""
+    """Lists what is left to the author, a sentence each.
+
+    It is about the sizes of packed projections, linears that stay whole, and unusual calls of the definition.
+    """
     sizes = [
         f"packed gives {role} the sizes of this config, {parts}: write them as fields of the config"
         for role, parts in proposal.packed.items()
@@ -155,7 +157,7 @@ def still_open(model: nn.Module, roles: Roles, proposal: Proposal) -> list[str]:
 
 
 def unusual_calls(model: nn.Module) -> list[str]:
-    """Lists what a definition does otherwise than most, and what follows from it."""
+    """Lists what a definition does differently from most, and what follows from it."""
     found = []
     if not attention_switch.is_used(model, attention_switch.attention_name(model)):
         found.append(
@@ -178,7 +180,7 @@ def write_new(source: str, path: Path, *, force: bool = False) -> None:
     """Writes a file whole or not at all.
 
     Raises:
-        ConfigError: it is there already, and ``force`` is not given; or its folder is not.
+        ConfigError: the file exists and ``force`` is not given, or its folder does not.
     """
     refuse_existing(path, force=force)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
@@ -197,7 +199,7 @@ def write_new(source: str, path: Path, *, force: bool = False) -> None:
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
-    """Refuses where ``write_new`` could not write.
+    """Raises ConfigError where ``write_new`` could not write.
 
     Raises:
         ConfigError: the file exists and ``force`` is not given, or its folder does not.

@@ -1,4 +1,4 @@
-"""Turns what was found out about a definition into an adapter."""
+"""Turns the roles that were found in a definition into an adapter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megasched.verify.new_adapter.naming import name_roles, parts_of
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposal is an adapter as data that can be written down.
+    """Represents an adapter as data that can be written down.
 
     Attributes:
-        model_type: that it is for.
+        model_type: model type that it is for.
         roles: glob -> role.
-        packed: role -> sizes of its parts in this very config; as fields of it they are the author's to write.
+        packed: role -> sizes of its parts in this very config; the author writes them as fields of the config.
         local_attributes: glob -> attributes.
         left_out: path of a linear that was found and is not in it -> why.
     """
@@ -34,16 +34,16 @@ class Proposal:
 
 
 def found_roles(model: nn.Module) -> Roles:
-    """Says what is known of a definition without an adapter: HF's plan, and what is inferred at TP 2."""
+    """Returns the roles in a definition without an adapter: those of HF's plan, and those inferred at TP 2."""
     return infer_roles(model, read_plan(model), layer_stack_of(model), tp=2)
 
 
 def propose(model: nn.Module, roles: Roles) -> Proposal:
-    """Makes an adapter that says what was found.
+    """Makes an adapter from the roles that were found.
 
     Args:
         model: the definition.
-        roles: what ``found_roles`` says of it.
+        roles: the result of ``found_roles`` for it.
     """
     named = name_roles(model, roles)
     packed, left_out = {}, {}

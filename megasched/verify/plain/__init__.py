@@ -1,4 +1,4 @@
-"""The reference of ``megasched verify``: plain transformers and torch, in files that import none of megasched."""
+"""Holds the reference of ``megasched verify``: plain transformers and torch, in a script without megasched."""
 
 from pathlib import Path
 

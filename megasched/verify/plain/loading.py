@@ -1,4 +1,4 @@
-"""A model as a user of transformers loads it, for ``reference.py``."""
+"""Loads a model as a user of transformers does, for ``reference.py``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from safetensors.torch import load_file
 
 @dataclass
 class Job:
-    """
+    """Describes one run of the reference.
+
     Attributes:
         model: HF folder.
         weights: file of safetensors by the names of parameters; None for what ``from_pretrained`` reads.
-        dtype: of the arithmetic: float32, float64 or bfloat16.
+        dtype: dtype of the arithmetic: float32, float64 or bfloat16.
         rounded: weights and buffers are those of a model that transformers loads in bfloat16.
         look_step, look_batch: the micro-batch in which modules are watched; gradients are of that step.
-        silent: dropouts off, also those that stand in the code alone.
+        silent: switch dropouts off, also those that no config field sets.
         optimizer: lr, betas, eps, weight_decay, clip.
-        adapters: LoRA: path and scaling of each; their weights are in ``adapters.safetensors``.
-        unfrozen: with adapters, modules that are trained beside them.
+        adapters: path and scaling of each LoRA adapter; their weights are in ``adapters.safetensors``.
+        unfrozen: modules that are trained besides the adapters.
     """
 
     model: str
@@ -40,7 +41,7 @@ class Job:
 
 
 def load_model(job: Job, folder: Path) -> Any:
-    """As a user of transformers loads it, in training mode."""
+    """Loads a model as a user of transformers does, in training mode."""
     dtype = torch.bfloat16 if job.rounded else torch.float32
     options = {"dtype": dtype, "trust_remote_code": job.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
@@ -68,7 +69,7 @@ def load_model(job: Job, folder: Path) -> Any:
 
 
 def copy_weights(model: Any, values: dict[str, torch.Tensor]) -> None:
-    """Every parameter by its name, and the buffers that the file has."""
+    """Copies every parameter from the file's values by its name, and the buffers that the file has."""
     held = dict(model.named_parameters())
     if missing := sorted(held.keys() - values.keys()):
         raise RuntimeError(f"the file of weights lacks {missing[:8]}")
@@ -79,14 +80,14 @@ def copy_weights(model: Any, values: dict[str, torch.Tensor]) -> None:
 
 
 def own_experts(model: Any) -> None:
-    """torch's grouped product takes no float64; the loop over experts of the class does."""
+    """Switches experts to the class's own loop, because torch's grouped product takes no float64."""
     can = getattr(model, "_can_set_experts_implementation", None)
     if can is not None and can():
         model.set_experts_implementation("eager")
 
 
 def widen(model: Any, dtype: torch.dtype) -> None:
-    """Rounded values, in the dtype in which they are computed with; what is float32 stays so at least."""
+    """Converts rounded values to the dtype of the arithmetic; float32 values stay in float32 at least."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, dtype))
     for module in model.modules():
@@ -96,7 +97,7 @@ def widen(model: Any, dtype: torch.dtype) -> None:
 
 
 def adapt(model: Any, job: Job, values: dict[str, torch.Tensor]) -> None:
-    """LoRA (arXiv 2106.09685): output + scaling * B(A(x)); everything else is frozen."""
+    """Adds LoRA (arXiv 2106.09685), output + scaling * B(A(x)); freezes all but it and ``job.unfrozen``."""
     model.requires_grad_(False)
     for path in job.unfrozen:
         model.get_submodule(path).requires_grad_(True)

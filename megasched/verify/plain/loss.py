@@ -1,4 +1,4 @@
-"""The loss that a class of transformers gives by itself, and the labels that it wants for it."""
+"""Computes the loss that a class of transformers gives by itself, and finds the labels that it wants."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ IGNORED = -100  # a label that does not count, to torch's cross entropy and so t
 
 
 class Labels(NamedTuple):
-    """What a class takes.
+    """Describes the labels that a class takes.
 
     Attributes:
-        moved: the ids themselves, which it moves by one, as most do; BART's and BERT's decoders want them moved.
-        skipped: none for so many of the first positions.
-        shifted: it needs ``shift_labels``, too: those that are moved already.
+        moved: whether it takes the ids themselves and moves them by one, as most do; BART's and BERT's decoders
+            want them moved.
+        skipped: number of first positions that have no label.
+        shifted: whether it needs ``shift_labels``, too: labels that are moved already.
     """
 
     moved: bool
@@ -27,7 +28,7 @@ class Labels(NamedTuple):
 def loss_of(
     model: Any, tokens: torch.Tensor, labels: torch.Tensor, takes: Labels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The class's own loss, and its logits; cross entropy of them only where its forward gives no loss.
+    """Returns the class's own loss and its logits; takes cross entropy only where its forward gives no loss.
 
     Args:
         tokens, labels: [b, s]; a label is the id that belongs at its position, none at the last one.
@@ -47,9 +48,9 @@ def loss_of(
 
 
 def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
-    """What labels the class takes. Told by the loss of one label: at which position it is looked for.
+    """Finds out which labels the class takes, by the position at which it looks for a single label.
 
-    What belongs at the last position must not count then, for a class that moves them does not look there.
+    The label of the last position must not count then, for a class that moves them does not look there.
     """
     training = model.training
     model.eval()
@@ -70,7 +71,7 @@ def labels_of(model: Any, tokens: torch.Tensor) -> Labels:
 
 
 def _needs_shifted(model: Any, row: torch.Tensor) -> bool:
-    """Whether it fails without ``shift_labels``, and not with them."""
+    """Returns whether the class fails without ``shift_labels``, and not with them."""
     for takes in (Labels(moved=True), Labels(moved=True, shifted=True)):
         try:
             loss_of(model, row, row, takes)
@@ -83,7 +84,7 @@ def _needs_shifted(model: Any, row: torch.Tensor) -> bool:
 
 
 def _skipped(model: Any, row: torch.Tensor) -> int:
-    """Of how many of the first positions it takes no labels: none, but where it fails with those."""
+    """Returns how many of the first positions take no labels: none, but where the class fails with those."""
     for skipped in range(max(1, row.shape[1] - 3)):
         try:
             model(input_ids=row, labels=row[:, skipped:])
@@ -94,8 +95,10 @@ def _skipped(model: Any, row: torch.Tensor) -> int:
 
 
 def _looks_before(model: Any, row: torch.Tensor, place: int, classes: int, skipped: int) -> bool:
-    """Whether the token at a position has no part in what its label does: in a causal model that is so where
-    earlier positions alone are to predict it."""
+    """Returns whether the token at a position has no part in the effect of its label.
+
+    In a causal model that is so where earlier positions alone are to predict the label.
+    """
     one = partial(_loss_of_one, model, place=place, skipped=skipped)
     changed = row.clone()
     changed[0, place] = (row[0, place] + classes // 2) % classes

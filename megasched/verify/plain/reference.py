@@ -1,7 +1,7 @@
-"""Training steps of a definition in plain transformers and torch: a script, started by its path.
+"""Runs training steps of a definition in plain transformers and torch: a script, started by its path.
 
-It imports nothing of megasched or Megatron, and refuses to: what it finds must not come out of what is judged. It
-reads names of folders from stdin, a line each, as JSON. A folder holds a job and gets its results:
+It imports nothing of megasched or Megatron, and refuses to: the reference must not depend on the code that it
+judges. It reads names of folders from stdin, a line each, as JSON. A folder holds a job and gets its results:
 
 - ``job.json``: see ``Job``.
 - ``batches.safetensors``: ``tokens`` and ``labels``, int64 [steps, micro-batches, b, s]. A label is the id that
@@ -10,8 +10,8 @@ reads names of folders from stdin, a line each, as JSON. A folder holds a job an
 - A file of safetensors for each kind of tensors: logits of a step, gradients, weights, what modules took and gave.
 - ``log``: what was printed, with the traceback of a failure.
 
-Each job runs in a fork, so that it finds transformers imported and nothing that another has changed. When it is
-over, its exit status is printed.
+Each job runs in a fork, so that it finds transformers imported and nothing that another job has changed. When it
+is over, its exit status is printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.aut
 
 
 class Barrier(importlib.abc.MetaPathFinder):
-    """What is judged can't be imported here."""
+    """Keeps megasched and Megatron from being imported in this process."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] in JUDGED:
@@ -55,7 +55,7 @@ class Barrier(importlib.abc.MetaPathFinder):
 
 @dataclass
 class Results:
-    """What a job gives, in its folder: tensors of a kind in one file, written as soon as they are known."""
+    """Writes a job's results to its folder: tensors of a kind in one file, as soon as they are known."""
 
     folder: Path
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Results:
 
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file of safetensors holds no memory twice."""
+    """Copies tensors that share memory, because a file of safetensors holds no memory twice."""
     met: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -91,10 +91,10 @@ def exactly(job: Job) -> AbstractContextManager[Any]:
 def step(
     model: Any, job: Job, batches: list[Any], number: int, results: Results, *, takes: Labels
 ) -> Sightings | None:
-    """One global batch, forward and backward: gradients are left on the parameters.
+    """Runs forward and backward of one global batch; unless rounded, gradients stay on the parameters.
 
-    Each micro-batch has the same weight in the gradient, as Megatron has it, and each label in the loss that is
-    told.
+    Each micro-batch has the same weight in the gradient, as Megatron has it, and each label in the reported loss.
+    Returns what modules took and gave; None where no micro-batch of this step is watched.
     """
     watch, seen = None, None
     model.zero_grad(set_to_none=True)
@@ -125,19 +125,19 @@ def step(
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """Zeros for a parameter that is not used."""
+    """Returns the gradients by name; zeros for a parameter that is not used."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def add_up(model: Any, sums: dict[str, torch.Tensor]) -> None:
-    """Gradients of a model in 16 bits, as a trainer with float32 buffers has them: none is rounded once more."""
+    """Adds 16-bit gradients up in float64, unrounded as in a trainer's float32 buffers, and clears them."""
     for name, gradient in gradients_of(model).items():
         sums[name] = sums[name] + gradient if name in sums else gradient.double()
     model.zero_grad(set_to_none=True)
 
 
 def make_optimizer(model: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """torch's AdamW; what is a bias, of a norm, or of one dimension is not decayed."""
+    """Returns torch's AdamW without decay for biases, parameters of norms and those of one dimension."""
     decayed, spared = [], []
     for module in model.modules():
         norm = "norm" in type(module).__name__.lower() and not list(module.children())
@@ -158,7 +158,7 @@ def make_optimizer(model: Any, options: dict[str, Any]) -> torch.optim.Optimizer
 
 
 def reached(model: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Name -> whether it had a gradient yet; of stacked matrices (experts), each of them."""
+    """Maps each parameter to whether it has had a gradient: a list with an entry per stacked matrix (expert)."""
     found = dict(before)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -174,7 +174,7 @@ def reached(model: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(job: Job, folder: Path) -> Results:
-    """All steps of a job."""
+    """Runs all steps of a job; a rounded job ends after the first one."""
     results = Results(folder)
     model = load_model(job, folder)
     results.numbers["silenced"] = silence(model) if job.silent else []
@@ -221,7 +221,7 @@ def note_sightings(seen: Sightings, results: Results) -> None:
 
 
 def do(folder: Path) -> None:
-    """One job, in a fork."""
+    """Runs one job, in a fork."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -234,7 +234,7 @@ def do(folder: Path) -> None:
 
 
 def main() -> None:
-    """Jobs until stdin ends."""
+    """Runs jobs until stdin ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no life after whoever started it
     sys.meta_path.insert(0, Barrier())
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Runs of the plain reference, ``plain/reference.py``: what it is given, and what it gives."""
+"""Runs the plain reference, ``plain/reference.py``: hands it jobs and reads its results."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ OPTIMIZER = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-4, "weight_decay": 0.1
 
 
 class PlainError(RuntimeError):
-    """The reference could not be computed; with the end of its log."""
+    """Reports that the reference could not be computed, with the end of its log."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Global batches, one a step.
+    """Holds global batches, one a step.
 
     Attributes:
         tokens: int64 [steps, micro-batches, b, s].
-        labels: as ``tokens``; what belongs at each position, -100 where it does not count.
+        labels: as ``tokens``; the id that belongs at each position, -100 where it does not count.
     """
 
     tokens: torch.Tensor
@@ -45,7 +45,7 @@ class Batches:
         return len(self.tokens)
 
     def first(self, steps: int) -> Batches:
-        """Those of the first steps."""
+        """Returns the batches of the first steps."""
         return Batches(self.tokens[:steps].clone(), self.labels[:steps].clone())
 
     def save(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class PlainModel:
-    """What is run: see ``Job`` in ``plain/reference.py``."""
+    """Describes the model to run; see ``Job`` in ``plain/loading.py``."""
 
     model: str
     weights: str | None
@@ -67,16 +67,16 @@ class PlainModel:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What plain transformers computed.
+    """Holds what plain transformers computed.
 
     Attributes:
-        losses, grad_norms: of each step.
-        logits: of each step, for each micro-batch [b, s, v].
-        gradients: by the names of parameters, of the step that was looked at.
+        losses, grad_norms: loss and gradient norm of each step.
+        logits: [b, s, v] of each micro-batch of each step.
+        gradients: gradients by parameter name, of the step that was looked at.
         before: weights before that step; empty where it is the first one.
-        weights, buffers: after the last step.
-        changes: of each parameter, the largest that the steps have made.
-        sightings: of the micro-batch that was looked at.
+        weights, buffers: values after the last step.
+        changes: largest change of each parameter over all steps.
+        sightings: what was seen in the micro-batch that was looked at.
         unreached: parameters (and entries of stacked ones) that no step has given a gradient to.
         silenced: modules whose dropout was on.
     """
@@ -95,13 +95,10 @@ class PlainRun:
 
 
 class PlainProcess:
-    """The script, started when it is first needed; it lives as long as whoever has it."""
+    """Starts the script when it is first needed, and keeps it running until ``close``."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Args:
-            folder: for its files.
-        """
+        """Sets the folder for the files of jobs; starts nothing yet."""
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
@@ -116,7 +113,7 @@ class PlainProcess:
         optimizer: Mapping[str, Any] = OPTIMIZER,
         timeout: float = 600,
     ) -> PlainRun:
-        """All steps of the batches.
+        """Runs all steps of the batches and returns what plain transformers computed.
 
         Args:
             look: step and micro-batch in which modules are watched.
@@ -193,7 +190,7 @@ class PlainProcess:
 
     @staticmethod
     def _answer(process: subprocess.Popen[str], timeout: float) -> dict[str, Any]:
-        """Its next line; nothing where it has died, or not come in time."""
+        """Returns the process's next line, as JSON; empty where it has died or does not answer in time."""
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], timeout)[0]:
             return {}

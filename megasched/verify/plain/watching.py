@@ -1,5 +1,8 @@
-"""What modules took and gave in one forward, and the gradients that came back: seen alike in a rank and in the
-plain model; arithmetic in float64; no dropout. It imports torch alone."""
+"""Watches what modules take and give in one forward, and the gradients that come back.
+
+It sees alike in a rank and in the plain model, and imports torch alone. It also computes in float64 and switches
+dropouts off.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ Event = tuple[str, Literal["in", "out"]]
 
 @dataclass
 class Sightings:
-    """Of each event, the first floating point tensor.
+    """Holds the first floating-point tensor of each event.
 
     Attributes:
-        order: events (path of a module, what it takes or gives) as they happened.
-        values: what it was.
-        gradients: of the loss, with respect to it.
-        sources: module -> the one whose output it takes as it is, where there is such a one.
+        order: events (path of a module, ``in`` or ``out``) as they happened.
+        values: the tensor of each event.
+        gradients: gradient of the loss with respect to that tensor.
+        sources: module -> the module whose output it takes unchanged, if there is one.
     """
 
     order: list[Event] = field(default_factory=list)
@@ -39,17 +42,14 @@ class Sightings:
 
 
 class Watch:
-    """Looks on while a model runs; each module is seen once, in the first forward that it is part of.
+    """Watches a running model; each module is seen once, in the first forward that it is part of.
 
-    Its hooks are the last to see what goes into a module and what comes out, so that what a lowering puts around
-    a module counts as the module's.
+    Its hooks are the last to see a module's input and output, so that what a lowering puts around a module counts
+    as the module's.
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
-        """
-        Args:
-            paths: modules to look at.
-        """
+        """Registers hooks on the modules at ``paths``."""
         self.seen = Sightings()
         self._made: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []  # so that no id comes to stand for another tensor
@@ -62,7 +62,7 @@ class Watch:
                 ]
 
     def close(self) -> Sightings:
-        """Stops looking at modules; gradients of what was seen are still noted."""
+        """Stops watching modules and returns what was seen; gradients are still noted in it."""
         for handle in self._handles:
             handle.remove()
         self._made.clear()
@@ -103,8 +103,7 @@ class Watch:
 
 
 class Float64(TorchFunctionMode):
-    """Where code asks for float32, or for no dtype, it gets float64: definitions compute some things in float32 in
-    any case."""
+    """Gives float64 to code that asks for float32 or for no dtype, as some code of definitions always does."""
 
     def __enter__(self) -> Self:
         self._default = torch.get_default_dtype()
@@ -126,7 +125,7 @@ class Float64(TorchFunctionMode):
 
 
 def silence(model: nn.Module) -> list[str]:
-    """Switches every dropout off, also those that no field of a config reaches; paths of those that were on.
+    """Switches every dropout off, also those that no config field sets; returns the paths of those that were on.
 
     A dropout is an ``nn.Dropout``, or an attribute of a module that is a float and has ``drop`` in its name.
     """

@@ -1,4 +1,4 @@
-"""Rank processes that live as long as the pool: a case sends a function, each rank runs it.
+"""Keeps rank processes alive as long as the pool: a case sends a function, each rank runs it.
 
 ::
 
@@ -12,7 +12,7 @@
 
 The function must be importable: at module level, no lambda. Ranks have CUDA emulated
 (``patches.host_cuda``) and Megatron imported; a case finds a fresh gloo world of the size it asked for
-and none of Megatron's global state. Output of ranks is shown when a case fails, never else.
+and none of Megatron's global state. The output of ranks is shown only when a case fails.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ CACHE = "cache"
 
 
 class RankError(AssertionError):
-    """A case failed on some rank, or hung: the report of every rank concerned."""
+    """Reports that a case failed on some rank, or hung, with the report of every rank concerned."""
 
 
 class Template:
-    """The process that imports torch and Megatron once; ranks are forked from it (never from its owner)."""
+    """Starts the process that imports torch and Megatron once; ranks are forked from it (never from its owner)."""
 
     def __init__(self, folder: Path, cwd: Path | None) -> None:
         self.log = folder / "template.log"
@@ -87,13 +87,13 @@ class Template:
             raise RankError(f"the ranks' template did not start:\n{read_log(self.log)[-OUTPUT_CHARS:]}")
 
     def fork(self, descriptor: int, *details: object) -> int:
-        """Process id of a new rank that talks over ``descriptor``."""
+        """Forks a new rank that talks over ``descriptor``, and returns its process id."""
         self.control.send(("fork", *details))
         send_handle(self.control, descriptor, self.process.pid)
         return self.control.recv()
 
     def reap(self, pid: int) -> int:
-        """Waits for a rank's end; its exit code (negative: the signal that ended it)."""
+        """Waits for a rank's end and returns its exit code (negative: the signal that ended it)."""
         self.control.send(("reap", pid))
         return self.control.recv()
 
@@ -104,7 +104,7 @@ class Template:
 
 
 class Rank:
-    """One process and its files."""
+    """Represents one rank process and its files."""
 
     def __init__(self, template: Template, number: int, port: int, folder: Path) -> None:
         self.template = template
@@ -117,7 +117,7 @@ class Rank:
         theirs.close()
 
     def stack(self) -> str:
-        """Stacks of all its threads, now."""
+        """Returns the current stacks of all its threads."""
         os.kill(self.pid, signal.SIGUSR1)
         found, deadline = "", time.monotonic() + STACK_SECONDS
         while time.monotonic() < deadline:
@@ -131,7 +131,7 @@ class Rank:
         return read_log(self.log)[-OUTPUT_CHARS:]
 
     def end(self) -> int:
-        """Kills it if it still lives; its exit code."""
+        """Kills the rank if it still lives, and returns its exit code."""
         if self.exit_code is None:
             os.killpg(self.pid, signal.SIGKILL)  # with the processes that Megatron starts to write checkpoints
             self.exit_code = self.template.reap(self.pid)
@@ -140,13 +140,14 @@ class Rank:
 
 
 class RankPool:
-    """Processes that are started when a case first needs them."""
+    """Starts rank processes when a case first needs them, and ends them when it is closed."""
 
     def __init__(self, most: int = MAX_RANKS, cwd: Path | None = None) -> None:
-        """
+        """Sets the limits of the pool; starts nothing yet.
+
         Args:
             most: processes that there may be.
-            cwd: where they work; where the caller is when they start by default. It must not go away before them.
+            cwd: their working directory, which must outlive them; by default the caller's when they start.
         """
         self.most, self._cwd = most, cwd
         self._template: Template | None = None
@@ -158,7 +159,7 @@ class RankPool:
 
     @property
     def plain(self) -> PlainProcess:
-        """The process that plain transformers run in; it has nothing of the ranks."""
+        """Returns the process that plain transformers run in, which shares nothing with the ranks."""
         if self._plain is None:
             self._plain = PlainProcess(Path(self._folder.name))
         return self._plain
@@ -203,7 +204,7 @@ class RankPool:
         return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
 
     def renew(self) -> None:
-        """Ends the ranks: the next case gets new ones, with nothing left of what cases before have changed."""
+        """Ends the ranks, so that the next case gets new ones, without the changes of cases before."""
         self._end_ranks()
 
     def __enter__(self) -> RankPool:
@@ -224,7 +225,7 @@ class RankPool:
         self._folder.cleanup()
 
     def _give_up(self, begun: float) -> None:
-        """Ends ranks in the middle of a case. They may have been writing to the cache: what is older is whole."""
+        """Ends ranks in the middle of a case, and deletes the cache files that they may have left half written."""
         self._end_ranks()
         for path in (Path(self._folder.name) / CACHE).rglob("*"):
             if path.is_file() and path.stat().st_mtime >= begun - 1:
@@ -244,7 +245,7 @@ class RankPool:
         return self._ranks[:count]
 
     def _port(self) -> int:
-        """Of the store that lives here, so that no two ranks race for a free port."""
+        """Returns the port of the store in this process, so that no two ranks race for a free port."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -253,17 +254,17 @@ class RankPool:
 
 
 def cache_folder() -> Path:
-    """In a rank: the folder that the cases of a pool share, for indices of mock data (50 MiB a split)."""
+    """Returns, in a rank, the folder that a pool's cases share for indices of mock data (50 MiB a split)."""
     return Path(os.environ[FOLDER]) / CACHE
 
 
 def search_path() -> list[str]:
-    """This process's ``sys.path``; pytest adds folders of test modules as it goes."""
+    """Returns this process's ``sys.path``, to which pytest adds folders of test modules as it goes."""
     return [path for path in dict.fromkeys(sys.path) if path]
 
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of a rank's result, in this process."""
+    """Rebuilds a tensor of a rank's result in this process."""
     import torch
 
     element = getattr(torch, dtype)
@@ -273,13 +274,13 @@ def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _send(connection: Connection, message: Any) -> None:
-    """That the other side has died is found when its outcome is received, and told with what it has printed."""
+    """Sends a message; a dead receiver is found, and reported with its output, when its outcome is received."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.send(message)
 
 
 def _receive(connection: Connection) -> Any:
-    """The next message, or None when the other side has died."""
+    """Returns the next message, or None when the other side has died."""
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
@@ -287,7 +288,7 @@ def _receive(connection: Connection) -> Any:
 
 
 def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
-    """Rank number -> message, None for a rank that died; ranks that sent nothing in time are missing."""
+    """Maps rank numbers to messages, None for a rank that died; ranks that sent nothing in time are missing."""
     by_connection: dict[Connection, Rank] = {rank.connection: rank for rank in ranks}
     outcomes: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
@@ -322,7 +323,7 @@ def _tail(rank: Rank) -> str:
 def init_megatron(
     tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, seed: int = 1234
 ) -> ProcessGroupCollection:
-    """In a rank: Megatron's groups over the case's world, its random states seeded as the trainer does it."""
+    """Initialises Megatron's groups over a rank's world, and its random states as the trainer seeds them."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,4 +1,4 @@
-"""The processes of the rank pool: a template that has imported everything, and ranks forked from it.
+"""Runs the processes of the rank pool: a template that has imported everything, and ranks forked from it.
 
 A rank has CUDA emulated, makes a gloo world for each case and resets Megatron's global state after it.
 """
@@ -56,7 +56,7 @@ SEED = 1234
 
 
 class Job(NamedTuple):
-    """One case; ``payload`` is (function, args, kwargs), still pickled: to unpickle it needs ``sys_path``."""
+    """Describes one case; to unpickle ``payload``, a pickled (function, args, kwargs), takes ``sys_path``."""
 
     number: int
     world_size: int
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank hands back: a pickled result, or the traceback of its failure."""
+    """Holds a rank's outcome: a pickled result, or the traceback of its failure."""
 
     number: int
     result: bytes | None
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class ResultPickler(pickle.Pickler):
-    """Sends tensors as plain values: as torch does it, Megatron would be imported where they arrive."""
+    """Pickles tensors as plain values: unpickling torch's own form would import Megatron where they arrive."""
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
@@ -93,7 +93,7 @@ def dump(result: Any) -> bytes:
 
 
 def prepare() -> None:
-    """The imports that cost, once for all ranks."""
+    """Emulates CUDA, applies the patches and makes the imports that cost, once for all ranks."""
     import torch
 
     from megasched.patches import apply, host_cuda
@@ -109,8 +109,11 @@ def prepare() -> None:
 
 
 def _remember_help_of_flags() -> None:
-    """Megatron finds it in the source of its classes, again for each parser; a run makes three, which was a fifth
-    of what a short one takes."""
+    """Caches the help texts of Megatron's flags.
+
+    Megatron finds them in the source of its classes, again for each parser; a run makes three, which was a fifth
+    of a short run's time.
+    """
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
@@ -127,9 +130,9 @@ def _remember_help_of_flags() -> None:
 
 
 def reset_megatron() -> None:
-    """No groups, no global args, no RNG states, no patches of the case before.
+    """Resets Megatron to no groups, no global args, no RNG states and no patches of the case before.
 
-    Once it is over, not when the next one begins: groups have threads, which would wake up meanwhile.
+    It runs once a case is over, not when the next one begins: groups have threads, which would wake up meanwhile.
     """
     import torch
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -196,8 +199,10 @@ def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any
 
 
 def serve(connection: Connection, rank: int, port: int) -> None:
-    """The life of a rank until the pool hangs up: one job after the other, with a reset before the first one and
-    after each, when all ranks have done theirs."""
+    """Serves jobs in a rank, one after the other, until the pool hangs up.
+
+    Megatron is reset before the first job, and after each one when all ranks have done theirs.
+    """
     import torch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -225,7 +230,7 @@ def serve(connection: Connection, rank: int, port: int) -> None:
 
 
 def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) -> None:
-    """In the fork: own output file, stacks on SIGUSR1, and no life after the template's."""
+    """Turns a fork into a rank: own output file, stacks on SIGUSR1, and no life after the template's."""
     die_with_parent()
     os.setpgid(0, 0)  # what it starts is ended with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
@@ -238,20 +243,22 @@ def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) ->
 
 
 def start_results_queue() -> None:
-    """What the writers of a checkpoint need, forked while there is one thread: the first save would start it by
-    spawning a process that imports all of this anew, which takes seconds of each rank."""
+    """Forks the process that a checkpoint's writers need while there is one thread.
+
+    The first save would spawn it instead and import all of this anew, which takes seconds of each rank.
+    """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
     get_write_results_queue(mp_mode="fork")
 
 
 def die_with_parent() -> None:
-    """A rank that waits in a collective would outlive a killed pool (1: PR_SET_PDEATHSIG)."""
+    """Makes this process die with its parent (1: PR_SET_PDEATHSIG), even while it waits in a collective."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def main() -> None:
-    """The template: imports everything, then forks a rank for each request and reaps it on request.
+    """Runs the template: imports everything, then forks a rank for each request and reaps it on request.
 
     Argument: file descriptor of the connection to the pool. It has one thread, so that forking is safe.
     """

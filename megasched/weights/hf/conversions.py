@@ -1,9 +1,10 @@
-"""transformers' own rules between the tensors of a folder and those of a definition, in both directions.
+"""Applies transformers' own rules between the tensors of a folder and those of a definition, in both directions.
 
-Files often keep what their authors wrote: a tensor for each expert where the definition has one for all of them,
-other names. transformers converts on load, and back on save (transformers/core_model_loading.py,
-conversion_mapping.py). Its code is run here on tensors without values, and what it does to them is noted
-(``megasched/weights/traced_functions.py``), to be done box by box: a rank need not hold what it has no part in.
+Files often keep their authors' layout: a tensor per expert where the definition has one for all of them, other
+names. transformers converts on load, and back on save (transformers/core_model_loading.py,
+conversion_mapping.py). This module runs its code on tensors without values, and records the operations
+(``megasched/weights/traced_functions.py``), to run them box by box: a rank need not hold parts that it does not
+use.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Merge:
-    """Stored tensors that one rule makes definition tensors of.
+    """Represents the stored tensors from which one rule makes tensors of the definition.
 
     Attributes:
         target: name of the first definition tensor.
@@ -40,18 +41,18 @@ class Merge:
 
     @property
     def targets(self) -> dict[str, str]:
-        """Name in the rule -> name in the definition."""
+        """Maps each name in the rule to the name in the definition."""
         first, *_ = patterns = self.rule.target_patterns
         return {pattern: self.target.replace(first, pattern) for pattern in patterns}
 
     def tensors(self, lazy: Mapping[str, LazyTensor], definition: PreTrainedModel) -> dict[str, LazyTensor]:
-        """Definition name -> tensor; what it is made of is found out when it is first asked."""
+        """Returns the tensors by their definition names; the conversion is traced when one is first used."""
         sources = {key: lazy[key] for keys in self.stored.values() for key in keys}
         found = noted_once(partial(self._convert, definition), sources)
         return {name: Deferred(tuple(sources.values()), found, name) for name in self.targets.values()}
 
     def _convert(self, definition: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What transformers makes of the stored tensors."""
+        """Returns the tensors that transformers makes of the stored ones."""
         converter = copy.deepcopy(self.rule)
         for pattern, keys in self.stored.items():
             for key in keys:
@@ -61,10 +62,10 @@ class Merge:
 
 
 class Conversions:
-    """The rules of one definition.
+    """Holds the conversion rules of one definition.
 
     Args:
-        definition: its names and shapes are read, and its config.
+        definition: its names, shapes and config are read.
     """
 
     def __init__(self, definition: PreTrainedModel) -> None:
@@ -85,10 +86,10 @@ class Conversions:
         ]
 
     def resolve(self, keys: Iterable[str]) -> tuple[dict[str, str], dict[str, Merge], list[str]]:
-        """What stored names stand for.
+        """Finds the definition tensors that stored names stand for.
 
         Returns:
-            stored name -> definition name, where only the name changes; first definition name -> merge; stored
+            Stored name -> definition name, if only the name changes; first definition name -> merge; stored
             names that the definition has no place for.
         """
         from transformers.core_model_loading import dot_natural_key
@@ -108,7 +109,7 @@ class Conversions:
         return renamed, merges, unknown
 
     def _rename(self, key: str) -> tuple[str, str | None]:
-        """Definition name, and the pattern of the rule that the tensor is an input of."""
+        """Returns the definition name, and the pattern of the rule that takes the tensor as an input, or None."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._definition.base_model_prefix
@@ -118,7 +119,7 @@ class Conversions:
         return name, pattern
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
-        """Definition names in groups that ``original`` has to see together, in the order of their first ones."""
+        """Returns definition names in groups that ``original`` converts together, in the order of first names."""
         from transformers.core_model_loading import apply_converters
 
         found: dict[str, list[str]] = {}
@@ -129,11 +130,11 @@ class Conversions:
         return list(found.values())
 
     def original(self, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """A group of definition tensors as ``save_pretrained`` writes them: stored name -> tensor."""
+        """Returns a group of definition tensors in the form that ``save_pretrained`` writes, by stored name."""
         return noted(self._revert, tensors) if self._reverted else tensors
 
     def stored_names(self, merge: Merge) -> set[str]:
-        """The names under which ``save_pretrained`` writes what the merge gives."""
+        """Returns the names under which ``save_pretrained`` writes the tensors of the merge."""
         targets = merge.targets.values()
         return set(self._revert({name: torch.empty_like(self._known[name], device="meta") for name in targets}))
 

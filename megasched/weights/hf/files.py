@@ -1,4 +1,4 @@
-"""What an HF folder holds beside its weights: config, generation config, tokenizer."""
+"""Copies the files of an HF folder other than weights: config, generation config, tokenizer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ OTHERS = ("readme*", ".*", "__pycache__", "*.pyc")
 
 
 def write_hf_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes the config, and copies what goes with it.
+    """Writes the config, and copies the other files of the model.
 
     Args:
         folder: exists.
-        config: as the run has it, overrides included.
+        config: of the run, overrides included.
         source: the HF folder (or its ``config.json``) that the config came from, or a hub id.
     """
     (folder / "config.json").write_text(config.to_json_string(use_diff=True))
@@ -45,14 +45,14 @@ def write_hf_files(folder: Path, config: PretrainedConfig, source: Path) -> None
 
 
 def copy_hf_files(source: Path, folder: Path) -> None:
-    """Copies what goes with a model beside its config and weights; code that comes with a model as well.
+    """Copies a model's files other than its config and weights, code included.
 
-    Regular files that lie inside of the folder alone: a link to elsewhere in someone else's folder would carry a
-    file of this user's into one that may be published. What is left out is said on stderr.
+    Only regular files inside the folder are copied: a link to elsewhere in someone else's folder would carry a
+    file of this user into one that may be published. Files that are left out for this are named on stderr.
 
     Args:
-        source: an HF folder, or its ``config.json``, beside which no folder is looked into; of what is neither (a
-            hub id) nothing is copied.
+        source: an HF folder, or its ``config.json``, whose subfolders are then ignored; for anything else (a hub
+            id) nothing is copied.
     """
     if not source.exists():
         return
@@ -71,13 +71,13 @@ def copy_hf_files(source: Path, folder: Path) -> None:
 
 
 def companions(source: Path, target: Path, *, deep: bool) -> list[Path]:
-    """Names of what goes with a model, relative to its folder.
+    """Returns the paths of a model's files besides config and weights, relative to its folder.
 
-    A folder in it that holds weights of its own is passed over: the model in another format, a checkpoint.
+    A subfolder with its own weights is skipped: the model in another format, or a checkpoint.
 
     Args:
-        target: where they will be copied to; not looked into, if it lies in ``source``.
-        deep: look into folders, too.
+        target: destination of the copies; it is skipped if it is inside ``source``.
+        deep: search subfolders, too.
     """
     found = []
     for folder, folders, files in source.walk():
@@ -101,16 +101,21 @@ def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _home(source: Path) -> Path:
-    """What the files of a folder must lie in: the folder, and of one in the hub's cache, the model's: there
-    ``models--x/snapshots/REVISION`` has links into ``models--x/blobs``."""
+    """Returns the folder that a model's files must be inside.
+
+    It is the folder itself, or the model's folder in the hub's cache: there ``models--x/snapshots/REVISION`` has
+    links into ``models--x/blobs``.
+    """
     found = source.resolve()  # the user has named the folder, so it may be a link
     model = found.parent.parent
     return model if found.parent.name == "snapshots" and model.name.startswith("models--") else found
 
 
 def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> PretrainedConfig:
-    """The config of an exported folder: it names its class and the dtype of its weights, none quantized, and so do
-    the configs in it (of a text model, of a tower)."""
+    """Returns the config of an exported folder, with its class and the dtype of its weights, and no quantization.
+
+    Nested configs (of a text model, of a tower) are changed, too.
+    """
     exported = copy.deepcopy(config)
     exported.architectures = [architecture]
     for part in with_nested(exported):
@@ -120,7 +125,7 @@ def config_of_export(config: PretrainedConfig, architecture: str, dtype: torch.d
 
 
 def with_nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """The config, and all that are in it."""
+    """Yields the config and all configs nested in it."""
     from transformers import PretrainedConfig as Config
 
     yield config

@@ -1,4 +1,4 @@
-"""Weights from an HF model folder: names as transformers resolves them, bytes of this rank's shards only."""
+"""Reads weights from an HF model folder: names as transformers resolves them, bytes of this rank's shards only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COMPUTED_BUFFERS = ("rotary_emb.inv_freq", "position_ids")
 
 
 class HFFolder:
-    """A weight source that reads an HF model folder: ``model.safetensors``, or an index and its shards.
+    """Provides weights from an HF model folder: ``model.safetensors``, or an index and its shards.
 
     A file is open only while a tensor is read from it.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
-        definition: the model whose names are asked for; only its names and shapes are read, now.
+        folder: in the form that ``save_pretrained`` writes.
+        definition: the model whose names are requested; only its names and shapes are read, and only now.
 
     Raises:
         CheckpointError: no safetensors weights, a damaged index, or a missing shard.
@@ -62,23 +62,25 @@ class HFFolder:
 
     @property
     def buffers(self) -> list[str]:
-        """Persistent buffers that the folder has."""
+        """Returns the persistent buffers that the folder has."""
         return [name for name in self._buffers if name in self._tensors]
 
     @property
     def passed_over(self) -> list[str]:
-        """Stored names of what the class itself leaves aside (layers for later tokens, another model's parts); not
-        buffers that it computes."""
+        """Returns the stored names that the class itself does not load, except for buffers that it computes.
+
+        They are layers for later tokens, or parts of another model.
+        """
         return [k for k in self._unknown if self._ignores(k) and not k.endswith(COMPUTED_BUFFERS)]
 
     def _ignores(self, key: str) -> bool:
         return any(pattern.search(key) for pattern in self._ignored)
 
     def tensor(self, name: str) -> LazyTensor:
-        """What the folder has for a parameter (a tie by its first name) or a persistent buffer.
+        """Returns the tensor of a parameter (a tied one by its first name) or of a persistent buffer.
 
         Raises:
-            CheckpointError: it has nothing.
+            CheckpointError: the folder has none.
         """
         tensors = self._tensors.get(name)
         if not tensors:
@@ -86,22 +88,22 @@ class HFFolder:
         return tensors[0] if len(tensors) == 1 else Tied(tensors)
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:
-        """See ``WeightSource.local``; the dtype is the file's.
+        """Returns this rank's part of a parameter in the file's dtype; see ``WeightSource.local``.
 
         Raises:
-            CheckpointError: no such tensor, another shape, an unreadable file, a value that is no number, or tied
+            CheckpointError: no such tensor, another shape, an unreadable file, a NaN, or tied
                 names that are both stored with different values.
         """
         return read_local(self.tensor(placement.name), placement, rank, size)
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """See ``WeightSource.buffer``; None where the folder has no such tensor."""
+        """Returns a persistent buffer, or None if the folder has no such tensor; see ``WeightSource.buffer``."""
         if name not in self._tensors or name not in self._buffers:
             return None
         return self.local(Placement(name, self._buffers[name]), 0, 1)
 
     def check(self, names: Collection[str]) -> None:
-        """See ``WeightSource.check``; unexpected names are given as the files have them."""
+        """Checks names like ``WeightSource.check``; unexpected names are those in the files."""
         wanted = set(names)
         missing = wanted - set(self._tensors)
         unexpected = [key for key in self._unknown if not self._ignores(key)]
@@ -118,7 +120,7 @@ class HFFolder:
 
 
 def read_local(tensor: LazyTensor, placement: Placement, rank: int, size: int) -> torch.Tensor:
-    """What rank ``rank`` of ``size`` holds of a tensor; reads that part alone.
+    """Returns rank ``rank``'s part of ``size`` of a tensor; reads that part alone.
 
     Returns:
         CPU tensor in the stored dtype, contiguous, with memory of its own.
@@ -144,14 +146,14 @@ def read_local(tensor: LazyTensor, placement: Placement, rank: int, size: int) -
 
 
 def _fill(target: torch.Tensor, tensor: LazyTensor, box: Box) -> None:
-    """Copies a box of a tensor, block by block: of a large one, no second copy is held."""
+    """Copies a box of a tensor block by block, so that no second copy of a large one is held."""
     for block in blocks(target.shape, target.itemsize):
         read = tuple((first + start, first + stop) for (first, _), (start, stop) in zip(box, block, strict=True))
         target[tuple(slice(start, stop) for start, stop in block)] = tensor.read(read)
 
 
 def _ignored_patterns(definition: PreTrainedModel) -> list[re.Pattern[str]]:
-    """Names of stored tensors that the HF class itself passes over when it has no place for them."""
+    """Returns patterns of stored names that the HF class itself ignores if it has no place for them."""
     patterns = list(definition._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in definition.named_buffers()]
     for suffix in COMPUTED_BUFFERS:

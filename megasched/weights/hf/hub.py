@@ -1,4 +1,4 @@
-"""Model folders by their id on the Hugging Face hub."""
+"""Finds the folders of models by their id on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WANTED = ["*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja"
 
 
 def local_folder(hf_model: str | Path) -> Path:
-    """The folder of a model: itself, or where the hub's files of that id are kept on this machine.
+    """Returns the folder of a model: the path itself, or the local copy of the hub's files for that id.
 
-    They are downloaded where they are not there yet; ``HF_HUB_OFFLINE=1`` forbids it.
+    Missing files are downloaded; ``HF_HUB_OFFLINE=1`` forbids it.
 
     Raises:
-        ConfigError: there is neither a folder nor, for the network that there is, such an id.
+        ConfigError: there is no such folder, and the hub has no such id or can't be reached.
     """
     if Path(hf_model).exists():
         return Path(hf_model)
@@ -33,9 +33,9 @@ def local_folder(hf_model: str | Path) -> Path:
 
 
 def known_folder(hf_model: str | Path) -> Path:
-    """``local_folder`` without asking the hub: where the files of an id lie, if they are on this machine.
+    """Returns the folder of a model like ``local_folder``, but never asks the hub: an id must be in the cache.
 
-    A folder or file is itself, and so is an id that is not known here.
+    A folder or file is returned unchanged, and so is an id that is not in the cache.
     """
     if Path(hf_model).exists():
         return Path(hf_model)

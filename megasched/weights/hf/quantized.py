@@ -1,8 +1,8 @@
-"""Folders whose weights are stored in 8 or 4 bits, as some models are published: read as bfloat16, box by box.
+"""Reads weights that are stored in 8 or 4 bits, as some models are published, as bfloat16, box by box.
 
 Training needs weights of full range. transformers makes them when it loads (``Fp8Dequantize`` in
-transformers/integrations/finegrained_fp8.py, ``convert_moe_packed_tensors`` in integrations/mxfp4.py); a rank here
-does it for its own part alone.
+transformers/integrations/finegrained_fp8.py, ``convert_moe_packed_tensors`` in integrations/mxfp4.py); here each
+rank does it for its own part alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ E8M0_BIAS, E8M0_NAN = 127, 255
 
 
 def settings_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """How a model's weights are quantized, as its config says it; None where they are not."""
+    """Returns the config's settings of the quantization of a model's weights, or None if there are none."""
     parts = (config, config.get_text_config(decoder=True))
     found = next((part.quantization_config for part in parts if hasattr(part, "quantization_config")), None)
     if found is None or isinstance(found, dict):
@@ -40,10 +40,10 @@ def settings_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def dequantized(stored: Mapping[str, LazyTensor], config: PretrainedConfig) -> dict[str, LazyTensor]:
-    """The tensors of a folder by their names in a folder that is not quantized.
+    """Returns the tensors of a folder by their names in a folder that is not quantized.
 
     Raises:
-        CheckpointError: they are quantized in a way that is not read, or a scale does not fit its weight.
+        CheckpointError: their quantization is not supported, or an 8-bit weight has no scale.
     """
     settings = settings_of(config)
     if settings is None:
@@ -80,7 +80,7 @@ def _from_fp8(stored: Mapping[str, LazyTensor], settings: Mapping[str, Any]) -> 
 
 
 def _of_activations(key: str, stored: Mapping[str, LazyTensor]) -> bool:
-    """Whether it is the scale of what a weight is multiplied with, which training has no use for."""
+    """Returns whether a tensor is the scale of a weight's input, which training does not use."""
     stem = key.removesuffix("activation_scale")
     return stem != key and (f"{stem}weight{SCALE}" in stored or f"{stem.removesuffix('_')}{SCALE}" in stored)
 
@@ -98,7 +98,7 @@ def _from_mxfp4(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 class InBfloat16(View):
-    """Base of stored tensors that are read as bfloat16."""
+    """Serves as the base of stored tensors that are read as bfloat16."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,12 +107,12 @@ class InBfloat16(View):
 
 @dataclass(frozen=True)
 class Fp8(InBfloat16):
-    """8-bit floats and a factor for each block of rows and columns; the last blocks may be smaller.
+    """Dequantizes 8-bit floats with a factor for each block of rows and columns; the last blocks may be smaller.
 
     Attributes:
         base: [..., rows, columns].
         scale: [..., blocks of rows, blocks of columns], or one value for all.
-        block: rows and columns of a block; None where there is one value for all.
+        block: rows and columns of a block; None if the config has none.
     """
 
     scale: LazyTensor
@@ -123,10 +123,10 @@ class Fp8(InBfloat16):
         return self.base.shape
 
     def read(self, box: Box) -> torch.Tensor:
-        """See ``LazyTensor.read``.
+        """Reads a box and multiplies it by its factors; see ``LazyTensor.read``.
 
         Raises:
-            CheckpointError: the weight is not in 8-bit floats, or the scales are not one for each block.
+            CheckpointError: the weight is not in 8-bit floats, or there is not one scale for each block.
         """
         values = self.base.read(box)
         if not values.is_floating_point() or values.itemsize != 1:
@@ -140,7 +140,7 @@ class Fp8(InBfloat16):
         return result
 
     def _factors(self, box: Box) -> torch.Tensor:
-        """Of the values in a box; of a shape that goes with theirs."""
+        """Returns the factors of the values in a box, in a shape that broadcasts with theirs."""
         if prod(self.scale.shape) == 1:
             return _factor(self.scale.read(whole(self.scale.shape)), self.scale.where).reshape(())
         block = self._block()
@@ -151,7 +151,7 @@ class Fp8(InBfloat16):
         return factors
 
     def _block(self) -> tuple[int, ...]:
-        """As the config has it; else what divides the weight into as many blocks as there are scales."""
+        """Returns the config's block, or else the one that divides the weight into as many blocks as scales."""
         lengths, counts = self.shape[-2:], self.scale.shape[-2:]
         block = self.block
         if (
@@ -172,7 +172,7 @@ class Fp8(InBfloat16):
 
 @dataclass(frozen=True)
 class Mxfp4(InBfloat16):
-    """Pairs of 4-bit floats, and an exponent for each group of them (OCP Microscaling Formats).
+    """Dequantizes pairs of 4-bit floats with an exponent for each group (OCP Microscaling Formats).
 
     Attributes:
         base: [..., rows, groups, bytes of a group]; the lower half of a byte comes first.
@@ -187,7 +187,7 @@ class Mxfp4(InBfloat16):
         return (*rows, groups * size * 2)
 
     def read(self, box: Box) -> torch.Tensor:
-        """See ``LazyTensor.read``.
+        """Reads a box and scales it by its exponents; see ``LazyTensor.read``.
 
         Raises:
             CheckpointError: there is not one scale for each group.
@@ -211,7 +211,7 @@ class Mxfp4(InBfloat16):
 
 
 def _factor(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """float32. Scales in bytes are exponents of 2."""
+    """Returns scales as float32 factors; those in bytes are exponents of 2."""
     if scale.dtype == torch.uint8:
         _refuse_no_number(scale, where)
         return (scale.float() - E8M0_BIAS).exp2()

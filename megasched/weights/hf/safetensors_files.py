@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: which tensor lies in which."""
+"""Lists the safetensors files of a folder, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ OTHER_FORMATS = ("pytorch_model*", "consolidated*", "tf_model*.h5", "flax_model*
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether the folder holds weights in any format, so also such as ``list_tensors`` refuses to read.
+    """Returns whether the folder holds weights in any format, even those that ``list_tensors`` refuses to read.
 
-    False for a folder with a config alone, a ``config.json`` file, or a path that doesn't exist.
+    It is False for a folder with a config alone, a ``config.json`` file, or a path that doesn't exist.
     """
     return any(any(Path(folder).glob(pattern)) for pattern in ("*.safetensors", INDEX, *OTHER_FORMATS))
 
 
 def list_tensors(folder: str | Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file that holds it, from ``model.safetensors`` or the index of the shards.
+    """Returns the safetensors file of each tensor by its name, from ``model.safetensors`` or the shards' index.
 
     Raises:
         CheckpointError: there are no safetensors weights, the index is damaged, or a shard is missing.
@@ -50,7 +50,7 @@ def list_tensors(folder: str | Path) -> dict[str, Path]:
 
 
 def dtype_names() -> dict[torch.dtype, str]:
-    """What safetensors calls torch's dtypes."""
+    """Returns safetensors' names of torch's dtypes."""
     return {
         torch.float64: "F64",
         torch.float32: "F32",
@@ -69,7 +69,7 @@ def dtype_names() -> dict[torch.dtype, str]:
 
 
 def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a tensor; the header of a file is read once for all of its tensors.
+    """Returns the shape and dtype of a tensor; the header of a file is read once for all of its tensors.
 
     Raises:
         CheckpointError: the file can't be read, or has no such tensor.
@@ -88,7 +88,7 @@ def describe(path: Path, key: str) -> tuple[tuple[int, ...], torch.dtype]:
 
 @dataclass(frozen=True)
 class _Version:
-    """A file as it was changed last, and the tensor that it is asked for, which errors name."""
+    """Identifies a file in its last changed state, and the requested tensor, which errors name."""
 
     path: Path
     changed: int
@@ -98,7 +98,7 @@ class _Version:
 
 @lru_cache(maxsize=1024)
 def _header(version: _Version) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensor name -> shape and safetensors' name of the dtype, of the file as it was changed last."""
+    """Returns each tensor's shape and safetensors' name of its dtype, for this version of the file."""
     with open_safetensors(version.path, version.asked_for) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}

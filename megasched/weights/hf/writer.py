@@ -1,6 +1,6 @@
-"""Writing the weights of an HF folder: safetensors in shards with an index, a block of a tensor at a time.
+"""Writes the weights of an HF folder: safetensors in shards with an index, one block of a tensor at a time.
 
-The library's own writer wants whole tensors; the embedding of a large model alone is gigabytes. The format is
+The library's own writer needs whole tensors; the embedding of a large model alone is gigabytes. The format is
 simple and fixed (github.com/huggingface/safetensors, README): the length of a JSON header, the header, the values.
 """
 
@@ -24,11 +24,11 @@ from megasched.weights.progress import ahead
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to be written.
+    """Describes a tensor to be written.
 
     Attributes:
-        tensor: where the values come from.
-        dtype: that is written.
+        tensor: source of the values.
+        dtype: written dtype.
     """
 
     name: str
@@ -48,7 +48,7 @@ def write_weights(
     Args:
         folder: exists, without weights.
         max_shard_size: bytes of values in one file; a larger tensor gets a file of its own.
-        advance: told how many bytes were written, after each block.
+        advance: called with the number of bytes written, after each block.
 
     Raises:
         OSError: it can't be written.
@@ -99,7 +99,7 @@ def _write_file(path: Path, outputs: Sequence[Output], advance: Callable[[int], 
 
 
 def _blocks(outputs: Sequence[Output]) -> Iterator[Callable[[], torch.Tensor]]:
-    """What gives each block of what is written."""
+    """Yields functions that each read one block of the output."""
     for output in outputs:
         for box in blocks(output.tensor.shape, max(output.dtype.itemsize, output.tensor.dtype.itemsize)):
             yield partial(_read, output, box)

@@ -1,8 +1,8 @@
-"""Reading Megatron's ``torch_dist`` checkpoints in one process, a box of a tensor at a time.
+"""Reads Megatron's ``torch_dist`` checkpoints in one process, one box of a tensor at a time.
 
-The format is that of torch.distributed.checkpoint (torch/distributed/checkpoint/filesystem.py): ``.metadata`` says
-which part of which tensor lies where in the ``.distcp`` files, each part as ``torch.save`` wrote it. Nothing of it
-is unpickled but plain values (``megasched/weights/torch_dist/unpickling.py``).
+The format is that of torch.distributed.checkpoint (torch/distributed/checkpoint/filesystem.py): ``.metadata`` maps
+parts of tensors to places in the ``.distcp`` files, where each part lies as ``torch.save`` wrote it. Only plain
+values are unpickled (``megasched/weights/torch_dist/unpickling.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST = 1 << 62  # of sizes and places, which are numbers of 64 bits
 
 
 def checkpoint_folder(load: str | Path) -> Path:
-    """The folder of one checkpoint: the last one of a ``--save`` folder, or the folder itself.
+    """Returns the folder of one checkpoint: the last one of a ``--save`` folder, or the folder itself.
 
     Raises:
         CheckpointError: there is no complete ``torch_dist`` checkpoint.
@@ -64,12 +64,12 @@ def checkpoint_folder(load: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and where it lies.
+    """Describes a part of a tensor and its place in the files.
 
     Attributes:
-        start: of the part in the tensor, along each dimension.
-        size: of the part.
-        path, offset, length: of what ``torch.save`` wrote, in bytes.
+        start: position of the part in the tensor, along each dimension.
+        size: size of the part, along each dimension.
+        path, offset, length: place of the bytes that ``torch.save`` wrote.
     """
 
     start: tuple[int, ...]
@@ -81,10 +81,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint, put together of chunks; a ``LazyTensor``.
+    """Represents one tensor of a checkpoint, composed of chunks; a ``LazyTensor``.
 
     Attributes:
-        key: in the checkpoint; the HF name for what belongs to the model.
+        key: name in the checkpoint; for the model's tensors the HF name.
     """
 
     folder: Path
@@ -102,7 +102,7 @@ class CheckpointTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, box: Box) -> torch.Tensor:
-        """See ``LazyTensor.read``.
+        """Reads a box from the chunks; see ``LazyTensor.read``.
 
         Raises:
             CheckpointError: a file is missing, cut short or damaged, or no file has a part of the tensor.
@@ -135,7 +135,7 @@ class CheckpointTensor:
         yield self
 
     def check(self) -> None:
-        """Looks at what describes the values of each chunk.
+        """Checks the description of the values of each chunk, without reading the values.
 
         Raises:
             CheckpointError: a file is missing, cut short or damaged.
@@ -144,7 +144,7 @@ class CheckpointTensor:
             self._read(chunk, tuple((0, 0) for _ in chunk.size))
 
     def _read(self, chunk: Chunk, box: Box) -> torch.Tensor:
-        """A box of a chunk."""
+        """Reads a box of a chunk."""
 
         def load(file: Any) -> torch.Tensor:
             saved = torch.load(_Slice(file, chunk), map_location="meta", weights_only=True)
@@ -162,17 +162,17 @@ class CheckpointTensor:
 
 
 class TorchDist:
-    """A checkpoint.
+    """Represents a checkpoint.
 
     Args:
         folder: of one iteration; see ``checkpoint_folder``.
 
     Attributes:
         tensors: by key, in the order of the metadata.
-        objects: keys of what is no tensor (RNG states, the common state).
+        objects: keys of objects that are no tensors (RNG states, the common state).
 
     Raises:
-        CheckpointError: the metadata is missing, damaged, or names what is no part of a checkpoint.
+        CheckpointError: the metadata is missing, damaged, or names objects that are no part of a checkpoint.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -184,7 +184,7 @@ class TorchDist:
         read_pickled(self.folder / ".metadata", METADATA, lambda file: self._take(Unpickler(file).load()))
 
     def _take(self, metadata: Any) -> None:
-        """Makes sense of ``.metadata``; where it is damaged, any of its parts may be missing or another type's."""
+        """Takes tensors, objects and places from ``.metadata``; if damaged, it lacks parts or has wrong types."""
         for index, info in metadata.storage_data.items():
             self._places[index.fqn, _start(index)] = info
             path = self._inside(info.relative_path)
@@ -198,11 +198,11 @@ class TorchDist:
 
     @property
     def model(self) -> dict[str, CheckpointTensor]:
-        """The tensors that are no optimizer states: by HF name."""
+        """Returns the tensors that are no optimizer states, by HF name."""
         return {key: tensor for key, tensor in self.tensors.items() if not OPTIMIZER.match(key)}
 
     def problems(self) -> list[str]:
-        """What of the files that the metadata names is missing or cut short, a line each."""
+        """Returns one line for each file named by the metadata that is missing or cut short."""
         found = []
         for path, end in sorted(self._ends.items()):
             if not is_regular(path):
@@ -212,7 +212,8 @@ class TorchDist:
         return found
 
     def check_files(self) -> None:
-        """
+        """Checks that all files named by the metadata are complete.
+
         Raises:
             CheckpointError: lists all ``problems``.
         """
@@ -221,7 +222,7 @@ class TorchDist:
             raise CheckpointError("\n    ".join([f"{self.folder}: the checkpoint is damaged:", *problems]))
 
     def unreadable(self) -> list[str]:
-        """The tensors of which a part can't be read, a line each; all but the values themselves is looked at."""
+        """Returns one line for each tensor with an unreadable part; everything but the values is checked."""
         found = []
         for tensor in self.tensors.values():
             try:
@@ -232,7 +233,7 @@ class TorchDist:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What all ranks share: Megatron's ``args`` and ``iteration`` among it; empty where nothing was written.
+        """Returns the state that all ranks share, e.g. Megatron's ``args`` and ``iteration``; empty without any.
 
         Raises:
             CheckpointError: it can't be read.
@@ -272,7 +273,7 @@ class TorchDist:
 
 
 class _Slice(io.RawIOBase):
-    """The bytes of a chunk as a file of their own."""
+    """Presents the bytes of a chunk as a file."""
 
     def __init__(self, file: Any, chunk: Chunk) -> None:
         self._file, self._offset, self._length = file, chunk.offset, chunk.length
@@ -304,8 +305,11 @@ class _Slice(io.RawIOBase):
 
 
 def _values(file: Any, chunk: Chunk, saved: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a saved tensor; of the file, the stretch from its first row to its last is read, where a row is all
-    that is behind the first dimension of which the box has more than one index."""
+    """Reads a box of a saved tensor.
+
+    It reads the file from the box's first row to its last. A row spans all dimensions behind the first one in
+    which the box has more than one index.
+    """
     fixed = 0
     while fixed < len(box) - 1 and box[fixed][1] - box[fixed][0] == 1:
         fixed += 1
@@ -332,9 +336,10 @@ def _refuse_no_sizes(what: str, numbers: tuple[Any, ...]) -> None:
 
 
 def _checked_common(common: Any) -> dict[str, Any]:
-    """
+    """Returns the common state after checking the types of the values that are used.
+
     Raises:
-        TypeError: what all ranks share is no dictionary, or what is read of it is of another type.
+        TypeError: it is no dictionary, or one of these values has another type.
     """
     if not isinstance(common, dict) or not all(isinstance(key, str) for key in common):
         raise TypeError(f"{type(common).__name__} is there, a dictionary is due")

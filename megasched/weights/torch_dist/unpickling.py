@@ -1,6 +1,6 @@
-"""Reading the pickles of a checkpoint without running anything that they name.
+"""Reads the pickles of a checkpoint without running anything that they name.
 
-A pickle calls whatever function it names. Here only what is listed can be named; Megatron's own classes become
+A pickle calls whatever function it names. This module accepts listed names only; Megatron's own classes become
 inert stand-ins, so that neither Megatron nor the code of the run that wrote the checkpoint is needed.
 """
 
@@ -24,7 +24,7 @@ _TENSORS = {"_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_parameter"}
 
 
 class StandIn:
-    """An object of a class that is not read: it knows the name of the class and what it was made of."""
+    """Stands in for an object of a class that is not read, and keeps the class's name and the arguments."""
 
     name = ""
 
@@ -39,7 +39,7 @@ class StandIn:
 
 
 class Unpickler(pickled.Unpickler):
-    """Builds plain values, tensors and what describes a checkpoint.
+    """Builds plain values, tensors and descriptions of checkpoints.
 
     Raises:
         CheckpointError: the pickle names anything else.
@@ -56,20 +56,20 @@ class Unpickler(pickled.Unpickler):
 
 
 class InertUnpickler(Unpickler):
-    """The same, with a ``StandIn`` for an object of any other class."""
+    """Builds the same as ``Unpickler``, with a ``StandIn`` for an object of any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _known(module, name) or type(name, (StandIn,), {"name": name})
 
 
 class InertPickle:
-    """What ``torch.load`` takes as its ``pickle_module``."""
+    """Provides what ``torch.load`` needs of its argument ``pickle_module``."""
 
     Unpickler = InertUnpickler
 
     @staticmethod
     def load(file: IO[bytes], **options: Any) -> Any:
-        """As ``pickle.load``."""
+        """Loads like ``pickle.load``."""
         return InertUnpickler(file, **options).load()
 
 

@@ -1,8 +1,8 @@
-"""Writing a ``torch_dist`` checkpoint in one process, a chunk of a tensor at a time.
+"""Writes a ``torch_dist`` checkpoint in one process, one chunk of a tensor at a time.
 
-What torch.distributed.checkpoint writes (torch/distributed/checkpoint/filesystem.py) and what Megatron adds to it
-(megatron/core/dist_checkpointing/serialization.py): the common state and ``metadata.json``, which comes last and
-says that the checkpoint is complete.
+It writes the files of torch.distributed.checkpoint (torch/distributed/checkpoint/filesystem.py) and Megatron's
+additions (megatron/core/dist_checkpointing/serialization.py): the common state, and ``metadata.json``, which comes
+last and marks the checkpoint as complete.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FILE = 4 << 30
 
 
 class TorchDistWriter:
-    """A checkpoint in the making.
+    """Writes a checkpoint tensor by tensor.
 
     Args:
         folder: exists and is empty.
-        advance: told how many bytes of values were written, after each chunk.
+        advance: called with the number of bytes of values written, after each chunk.
     """
 
     def __init__(self, folder: Path, advance: Callable[[int], Any]) -> None:
@@ -68,7 +68,7 @@ class TorchDistWriter:
         self._described[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), chunks)
 
     def finish(self, common: Mapping[str, Any]) -> None:
-        """Writes the common state and what makes the checkpoint complete.
+        """Writes the common state and the files that complete the checkpoint.
 
         Raises:
             OSError: it can't be written.
