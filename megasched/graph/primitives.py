@@ -210,7 +210,7 @@ class Decompose(Primitive):
 
 
 def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """A module is traced once, by itself, and on one pipeline stage."""
+    """Checks that a module is traced once, by itself, and on one pipeline stage."""
     prefix = node.path + "." if node.path else ""
     others = records_where(node.root.records, lambda primitive: primitive.makes_graph)
     if sum(record.path == node.path for record in others) > 1:

@@ -1,1 +1,1 @@
-"""Each kind of file that others give has one reader: what is wrong with one is one error with its place."""
+"""Reads files that others give, each kind in one place; what is wrong with one is one error with its place."""

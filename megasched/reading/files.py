@@ -1,4 +1,4 @@
-"""Files that somebody else has written are read here, if they are regular files of a size and an encoding that
+"""Reads files that somebody else has written, if they are regular files of a size and an encoding that
 suit.
 
 Whatever lies at a path may be no file at all: to open a FIFO waits for ever, to read a device never ends.

@@ -1,4 +1,4 @@
-"""A form says how parsed data must look, and is written like an example of them; here data are held against it.
+"""Compares parsed data with a form, which says how they must look and is written like an example of them.
 
 A form is a type or a union of types; ``[form]``, a list of such; ``{str: form}``, an object of any keys; or
 ``{"key": form, "other?": form}``, an object with these keys at least, those with ``?`` if they are there.

@@ -44,7 +44,7 @@ class Idx:
     pointers: numpy.ndarray
 
     def document_at(self, byte: int) -> int:
-        """The number, from 0, of the document that a byte of the .bin file belongs to."""
+        """Returns the number, from 0, of the document that a byte of the .bin file belongs to."""
         import numpy
 
         holds = (self.pointers <= byte) & (byte < self.pointers + self.lengths * numpy.dtype(self.dtype).itemsize)

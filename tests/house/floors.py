@@ -58,6 +58,30 @@ FORBIDDEN = frozenset(
         *("joint", "carry", "settle", "told", "noted", "slot", "alike", "guilt"),
     )
 )
+# First words that no sentence with a verb begins with, such as the first line of every docstring is.
+NO_SENTENCE = frozenset(
+    (
+        *("A", "An", "The", "Of", "What", "Whether", "How", "Where", "Which", "Who", "Why", "When", "Whose", "As"),
+        *("In", "On", "At", "For", "From", "With", "Without", "By", "To", "Under", "After", "Before", "If", "And"),
+        *("One", "All", "Each", "Every", "Some", "No", "None", "Nothing", "Everything", "Those", "These", "This"),
+        *(
+            "Its",
+            "Their",
+            "Both",
+            "Same",
+            "Other",
+            "More",
+            "Such",
+            "Name",
+            "Path",
+            "Paths",
+            "Size",
+            "Sizes",
+            "Bytes",
+        ),
+        *("Number", "Modules", "Parameters", "Arguments", "Args:", "Returns:", "Raises:", "Decorator:"),
+    )
+)
 # Folders whose files all have one form and are never read together.
 SHELVES = frozenset(["model_adapters/families", "patches"])
 MOST = {"lines of a file": 400, "lines of a function": 60, "files of a folder": 14}

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.house.floors import ALLOWED, FOLDERS, FORBIDDEN, HEART, LATE, MOST, SHELVES, WITHOUT_MEGATRON, floor_of
+from tests.house.floors import (
+    ALLOWED,
+    FOLDERS,
+    FORBIDDEN,
+    HEART,
+    LATE,
+    MOST,
+    NO_SENTENCE,
+    SHELVES,
+    WITHOUT_MEGATRON,
+    floor_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,6 +211,18 @@ def forbidden_words() -> list[str]:
     return sorted(found)
 
 
+def fragments() -> list[str]:
+    """Docstrings whose first line is no sentence that begins with a verb."""
+    found = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text and text.split()[0] in NO_SENTENCE:
+                    found.append(f"{path}: {getattr(node, 'name', '(module)')}: {text.splitlines()[0]}")
+    return sorted(found)
+
+
 def _words(name: str) -> set[str]:
     """Its words, each without the ending of a plural."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")
@@ -227,4 +250,5 @@ SURVEYS = {
     "full_folders": full_folders,
     "shared_names": shared_names,
     "forbidden_words": forbidden_words,
+    "fragments": fragments,
 }

@@ -28,9 +28,9 @@ class TpSpec:
     """Describes how one tensor relates to the TP ranks.
 
     Attributes:
-        region: R, S, T or P.
-        columns: paths of the column linears that a T tensor stems from, and a P tensor of one head.
-        along: how a T or S tensor is cut; None where that could not be followed.
+        type: what it is to the TP ranks.
+        columns: paths of the column linears that a FEATURE_SHARD stems from, and a REPLICATE of one head.
+        along: how a shard is cut; None where that could not be followed.
         rows: paths of the row linears that a whole or split tensor stems from, in their layer.
         params: replicated parameters that a tensor is made of, as long as it is made of no activation.
         active: whether it depends on the model's input through parameters, so that it carries a gradient.
@@ -98,8 +98,8 @@ class TpFacts:
         gather: column linears whose output must be gathered.
         scatter: row linears whose input is whole and must be cut.
         whole_inputs: column linears of the split layers that read a tensor whole along the sequence.
-        partial: replicated parameters whose gradient is partial because they meet T activations.
-        sequence: replicated parameters whose gradient is partial because they meet S activations.
+        partial: replicated parameters whose gradient is partial because they meet FEATURE_SHARDs.
+        sequence: replicated parameters whose gradient is partial because they meet SEQUENCE_SHARDs.
         complete: replicated parameters whose gradient is whole because they meet whole activations.
         regions: module path -> where a TP region begins for several columns, or for a whole module.
         needed_regions: regions without which the numbers would be wrong, as a whole tensor inside meets shards, or
@@ -122,8 +122,8 @@ class TpFacts:
         by_heads: columns whose output is viewed as heads [b, s, heads, d] or transposed: the module that does so
             reads the length of the sequence off its own input.
         shared: columns in one module that read the very same tensor.
-        forked: ``nn.Dropout`` modules on T activations.
-        attention: attention module path -> (query heads, whether they are T).
+        forked: ``nn.Dropout`` modules on FEATURE_SHARDs.
+        attention: attention module path -> (query heads, whether they are cut).
         experts: module of experts -> region of the tokens that it takes.
         sides: place of a tensor that later layers read beside the hidden state, if that is cut -> the dimension;
             None where that could not be followed.

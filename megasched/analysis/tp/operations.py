@@ -255,9 +255,9 @@ class LabelRun(TapeReader):
             self.derived.problems.append(Problem(what, path, remedy=remedy))
 
     def _random(self, path: str, label: TpSpec) -> None:
-        """Marks a dropout on T activations, which must draw other numbers on each rank.
+        """Marks a dropout on a FEATURE_SHARD, which must draw other numbers on each rank.
 
-        Dropouts on S activations are covered layer by layer.
+        Dropouts on SEQUENCE_SHARDs are covered layer by layer.
         """
         if label.type == REPLICATE and self.sequence_parallel:
             self._problem(

@@ -1,4 +1,4 @@
-"""The built-in primitives, found by this folder; importing it registers them. Those on graphs are in ``graph``."""
+"""Holds the built-in primitives, which importing it registers. Those on graphs are in ``graph``."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -32,7 +32,7 @@ class Annotate(Primitive):
 
 
 def missing_parameter(node: Node, param: str, source: str) -> list[Problem]:
-    """A problem if the module itself (not its children) has no parameter of this name."""
+    """Returns a problem if the module itself (not its children) has no parameter of this name."""
     own = [name for name, value in node.mod.named_parameters(recurse=False) if value is not None]
     if param in own:
         return []
