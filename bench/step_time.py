@@ -35,22 +35,22 @@ def main() -> None:
     options = own.parse_args()
     setting = trainer_side.setting_from(options)
     args = trainer_side.start(setting)
-    sides = {name: trainer_side.build(args, builder) for name, builder in BUILDERS.items()}
-    report(measure(sides, setting, options), options)
+    stage_inputs = {name: trainer_side.build(args, builder) for name, builder in BUILDERS.items()}
+    report(measure(stage_inputs, setting, options), options)
 
 
 def measure(
-    sides: dict[str, trainer_side.Side], setting: trainer_side.Setting, options: argparse.Namespace
+    stage_inputs: dict[str, trainer_side.Side], setting: trainer_side.Setting, options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Name -> seconds of each step, the two in turn and in changing order."""
     import torch
 
     data = trainer_side.batches(setting)
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in stage_inputs}
     for round_number in range(options.warmup + options.rounds):
-        for name in list(sides) if round_number % 2 else list(reversed(sides)):
+        for name in list(stage_inputs) if round_number % 2 else list(reversed(stage_inputs)):
             torch.distributed.barrier()
-            seconds = sides[name].step(data)
+            seconds = stage_inputs[name].step(data)
             if round_number >= options.warmup:
                 times[name].append(seconds)
     return times

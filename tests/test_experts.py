@@ -120,7 +120,7 @@ def test_what_tokens_the_ranks_of_tensor_parallelism_have(sequence_parallel, reg
     layout = ParallelDims(
         tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, expert_model_parallel_size=2
     )
-    assert set(planned("mixtral", layout).derived.experts.values()) == {region}
+    assert set(planned("mixtral", layout).tp_facts.experts.values()) == {region}
 
 
 def with_router_losses(kind=None):
@@ -139,10 +139,10 @@ def planned_with_sequence_parallelism(model):
 
 
 def test_logits_recorded_inside_of_regions_are_handed_on_whole():
-    recorded = planned_with_sequence_parallelism(with_router_losses()).derived.recorded
+    recorded = planned_with_sequence_parallelism(with_router_losses()).tp_facts.recorded
     names = {path: [torch.utils._pytree.keystr(leaf) for leaf in leaves] for path, leaves in recorded.items()}
     assert names == {"model": [f"['router_logits'][{layer}]" for layer in range(4)]}
-    assert planned("mixtral", ParallelDims(tensor_model_parallel_size=2)).derived.recorded == {}
+    assert planned("mixtral", ParallelDims(tensor_model_parallel_size=2)).tp_facts.recorded == {}
 
 
 def _keep(module, args, output):

@@ -213,8 +213,8 @@ class Gated(nn.Module):
         return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
 
 
-@pytest.mark.parametrize(("keeps", "joint"), [(True, (("gate", "up"),)), (False, ())])
-def test_what_keeps_a_product_is_said_by_its_class(keeps, joint):
+@pytest.mark.parametrize(("keeps", "fused_columns"), [(True, (("gate", "up"),)), (False, ())])
+def test_what_keeps_a_product_is_said_by_its_class(keeps, fused_columns):
     """Another call on a column takes it out of the product that it would be computed by with others."""
     cls = scale_primitive()
     cls.keeps_product = keeps
@@ -224,4 +224,4 @@ def test_what_keeps_a_product_is_said_by_its_class(keeps, joint):
     sch["gate"].shard("weight", axis=0)
     sch["up"].shard("weight", axis=0).scale(2.0)
     sch["down"].shard("weight", axis=1)
-    assert make_plan(sch, inputs={"x": torch.zeros(2, 3, 8)}).joint == joint
+    assert make_plan(sch, inputs={"x": torch.zeros(2, 3, 8)}).fused_columns == fused_columns

@@ -174,17 +174,17 @@ class AnalysisCache:
     @collector_paused()
     def unproven_sizes(
         self,
-        derived: TpFacts,
+        tp_facts: TpFacts,
         rank: Rank,
         cuts: Mapping[str, Cut],
         counts: Mapping[str, tuple[str, ...]],
     ) -> set[str]:
         """Returns what ``columns_of_unproven_sizes`` finds for all calls in the result of ``propagate``."""
-        key = (id(derived), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
+        key = (id(tp_facts), *(_frozen(value) for value in vars(rank).values()), _frozen(counts))
         if key not in self._unproven:
             assert self._probe is not None
             found = set[str]()
-            for calls in (derived.calls, *derived.other_calls):
+            for calls in (tp_facts.calls, *tp_facts.other_calls):
                 found |= columns_of_unproven_sizes(self._probe, calls, rank, cuts, counts)
             self._unproven[key] = found
         return self._unproven[key]

@@ -137,7 +137,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
                 next(i for i, layer in zip(called, of_layers, strict=True) if layer.end > number)
             )
     found.between = {path: (tuple(indices), None) for path, indices in between.items()}
-    found.sides = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs())
+    found.stage_inputs = tuple(StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs())
     _learn_shapes(found, meta_copy(model), calls if between else calls[: start + 1])
     return found
 
@@ -170,8 +170,8 @@ def flow_of(
     """
     batch, usual = SIZES[0]
     run = _flow_at(meta_copy(model), structure, batch, length or usual, answers)
-    sides = [StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs()]
-    return run.ran, sides, run.bare, run.changed_buffers, run.refused
+    stage_inputs = [StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs()]
+    return run.ran, stage_inputs, run.bare, run.changed_buffers, run.refused
 
 
 def layer_stack_of(model: nn.Module) -> LayerStack | None:

@@ -79,7 +79,7 @@ def lower_embedding(path: str, module: nn.Embedding, context: BuildContext) -> n
             tp_group=context.group,
         )
     parallel.padding_idx = module.padding_idx
-    parallel.overwritten = path in context.plan.derived.overwritten
+    parallel.overwritten = path in context.plan.tp_facts.overwritten
     if not context.megatron_finalizes:  # the trainer checks a batch as it comes
         parallel.checked = f"the ids of {path}", placement.shape[0]
     context.fill_or_tie(parallel, "weight", placement, held)

@@ -45,7 +45,7 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     total: Any = module.num_experts
     module.num_experts = total // group.size()
     # Where the TP ranks have the same tokens, each sends its share of them: each pair is computed once.
-    tp_type = plan.derived.experts.get(path, INVARIANT)
+    tp_type = plan.tp_facts.experts.get(path, INVARIANT)
     same = context.size > 1 and tp_type in (INVARIANT, REPLICATE)
     signature = inspect.signature(type(module).forward)
 

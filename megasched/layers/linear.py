@@ -37,14 +37,14 @@ class ColumnLinear(ColumnParallelLinear):
         inside: gathered output stays inside a TP region, so that its gradient is summed over the ranks.
         overwritten: the definition changes the output in place, which autograd forbids for a view that a custom
             function made.
-        joint: the columns computed by one matrix product together with this one, if there are any.
+        fused_columns: the columns computed by one matrix product together with this one, if there are any.
         tokens: converts the shape of the input.
     """
 
     real_features: int | None = None
     inside: bool = False
     overwritten: bool = False
-    joint: FusedColumns | None = None
+    fused_columns: FusedColumns | None = None
     tokens: Tokens
     # Megatron's has an empty entry for Transformer Engine in its state dict; the definition's has none.
     get_extra_state = nn.Module.get_extra_state
@@ -57,8 +57,8 @@ class ColumnLinear(ColumnParallelLinear):
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
             return _as_before(x, self._computed(x.reshape(-1, x.shape[-1])))
-        if self.joint is not None:
-            output = self.joint.output_of(self, x)
+        if self.fused_columns is not None:
+            output = self.fused_columns.output_of(self, x)
             if output is not None:
                 return output
         if self.sequence_parallel:
@@ -160,7 +160,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
             lowered.register_parameter("bias", None)
         return lowered
     tied = weight.name in context.made
-    gathered, inside = path in plan.derived.gather, path in plan.derived.inside
+    gathered, inside = path in plan.tp_facts.gather, path in plan.tp_facts.inside
     dtype = context.dtype(weight, module.weight)
     with context.making(module.weight):
         if plan.cuts[path] == "column":
@@ -176,22 +176,22 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
                 tp_group=context.group,
             )
             lowered.inside = gathered and inside
-            lowered.overwritten = path in plan.derived.overwritten
+            lowered.overwritten = path in plan.tp_facts.overwritten
             lowered.real_features = out_features if weight.padded else None
         else:
-            stays = path in plan.derived.rows_inside
+            stays = path in plan.tp_facts.rows_inside
             lowered = RowLinear(
                 in_features,
                 out_features,
                 config=context.config_with(sequence_parallel=split and not stays, params_dtype=dtype),
                 init_method=nn.init.zeros_,
                 bias=bias,
-                input_is_parallel=inside or path not in plan.derived.scatter,
+                input_is_parallel=inside or path not in plan.tp_facts.scatter,
                 skip_bias_add=False,
                 tp_group=context.group,
             )
             lowered.takes_part, lowered.inside = inside, stays
-            lowered.overwritten = path in plan.derived.overwritten
+            lowered.overwritten = path in plan.tp_facts.overwritten
     lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):
         context.fill_or_tie(lowered, name, plan.placement(path, name), held)

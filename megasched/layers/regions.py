@@ -237,7 +237,7 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
 
 def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
     """Returns the arguments of one module that are sliced by rank, by slot."""
-    return {argument.slot: part for argument, part in plan.derived.parts.items() if argument.path == path}
+    return {argument.slot: part for argument, part in plan.tp_facts.parts.items() if argument.path == path}
 
 
 def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: Any) -> None:

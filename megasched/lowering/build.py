@@ -131,7 +131,7 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
     grouped = parallel_state.model_parallel_is_initialized()
     context = BuildContext(
         # Megatron's layers need its groups; without any there is nothing to share a layer with.
-        plan=plan if grouped else replace(plan, cuts={}, joint=()),
+        plan=plan if grouped else replace(plan, cuts={}, fused_columns=()),
         group=parallel_state.get_tensor_model_parallel_group() if grouped else cast(ProcessGroup, _Alone()),
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,

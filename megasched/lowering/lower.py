@@ -86,12 +86,12 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     _enter_sequence_regions(model, context, alone)  # inside of TP regions, which have all of a rank's part
     _lower_regions(regions, model, context, alone)
     if context.size > 1:
-        for path in {argument.path for argument in plan.derived.parts}:
+        for path in {argument.path for argument in plan.tp_facts.parts}:
             if alone(path):
                 slice_args(model.get_submodule(path), slices_of(plan, path), context.group)
     divide_local_attributes(schedule.roles, model, context, outside_attention)
     _settle_attention(model, context, outside_attention)
-    for path in plan.derived.forked:
+    for path in plan.tp_facts.forked:
         if alone(path):
             draw_forked(model.get_submodule(path))
     for record in carried_annotations(plan.records, schedule.renamed, model):
@@ -117,7 +117,7 @@ def lower_sequence_boundaries(
         layer = model.get_submodule(path)
         draw_forked(layer)
         note_batch(layer, structure.slot, context.tokens)
-        split_arguments(layer, context.plan.derived.split_slots.get(path, ()), context.group)
+        split_arguments(layer, context.plan.tp_facts.split_slots.get(path, ()), context.group)
     if first:
         split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)
     if last:
@@ -156,13 +156,13 @@ def _lower_blocks(
 
 def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
     """Gives columns of one product a shared ``FusedColumns`` or ``TeProduct``, and other TE linears their own."""
-    together = [paths for paths in plan.joint if all(here(path) for path in paths)]
+    together = [paths for paths in plan.fused_columns if all(here(path) for path in paths)]
     apart = plan.te_linears.difference(*together)
     for paths in [*together, *((path,) for path in sorted(apart) if here(path))]:
         members: list[Any] = [model.get_submodule(path) for path in paths]
-        joint = TeProduct(members) if paths[0] in plan.te_linears else FusedColumns(members)
+        fused_columns = TeProduct(members) if paths[0] in plan.te_linears else FusedColumns(members)
         for member in members:
-            member.joint = joint
+            member.fused_columns = fused_columns
 
 
 def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: bool) -> nn.Module:
@@ -205,21 +205,21 @@ def _lower_regions(
     regions: Mapping[str, Region], model: nn.Module, context: BuildContext, here: Callable[[str], bool]
 ) -> None:
     """Wraps the modules whose input enters the TP region once for all columns inside."""
-    derived = context.plan.derived
+    tp_facts = context.plan.tp_facts
     for path, (slots, columns) in regions.items():
         if not here(path):
             continue
-        module, needed = model.get_submodule(path), path in derived.needed_regions
-        split = context.plan.splits_sequence(path) and not (columns and derived.whole_inputs.issuperset(columns))
-        whole = derived.whole_slots[path] if needed else ()
+        module, needed = model.get_submodule(path), path in tp_facts.needed_regions
+        split = context.plan.splits_sequence(path) and not (columns and tp_facts.whole_inputs.issuperset(columns))
+        whole = tp_facts.whole_slots[path] if needed else ()
         enter_region(module, slots, context.group, split, needed=needed, whole=whole)
         if split and not needed:
             for column in columns:
                 _read_own_part(model.get_submodule(column), context)
-        if path in derived.exits:
-            leave_region(module, slots[0], derived.exits[path], context.group)
+        if path in tp_facts.exits:
+            leave_region(module, slots[0], tp_facts.exits[path], context.group)
     # On a pipeline stage that is not the last this module never returns.
-    for path, leaves in derived.recorded.items() if context.size > 1 else ():
+    for path, leaves in tp_facts.recorded.items() if context.size > 1 else ():
         share_recorded(path, model.get_submodule(path), leaves, context.group)
 
 
@@ -240,22 +240,22 @@ def _enter_sequence_regions(model: nn.Module, context: BuildContext, here: Calla
     Outside of layers, each pipeline stage runs the modules that have no parameters.
     """
     plan, ranks = context.plan, context.context_parallel
-    if plan.sequence is None or plan.structure is None or ranks is None:
+    if plan.cp_facts is None or plan.structure is None or ranks is None:
         return
-    for path, region in plan.sequence.regions.items():
+    for path, region in plan.cp_facts.regions.items():
         if here(path) or (plan.structure.index_of(path) is None and not plan.holds_parameters(path)):
             enter_sequence_region(path, model.get_submodule(path), region, ranks)
-    for path, places in plan.sequence.recorded.items():
+    for path, places in plan.cp_facts.recorded.items():
         gather_recorded(path, model.get_submodule(path), places, ranks)
 
 
 def _settle_attention(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     plan = context.plan
-    for path, (heads, sharded) in plan.derived.attention.items():
+    for path, (heads, sharded) in plan.tp_facts.attention.items():
         if here(path):
             sharded = sharded and context.size > 1
             size, group = (context.size, context.group) if sharded else (1, None)
-            split = plan.sequence is not None and path in plan.sequence.attention
+            split = plan.cp_facts is not None and path in plan.cp_facts.attention
             ranks = context.context_parallel if split else None
             te = None
             if uses_transformer_engine(context.device):

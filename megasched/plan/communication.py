@@ -18,11 +18,11 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
     if cut == "column":
         return {
             "fwd_pre": "all_gather" if split else None,
-            "fwd_post": "all_gather" if path in plan.derived.gather else None,
+            "fwd_post": "all_gather" if path in plan.tp_facts.gather else None,
             "bwd_post": "reduce_scatter" if split else "all_reduce",
         }
     if cut == "row":
-        scatter = path in plan.derived.scatter
+        scatter = path in plan.tp_facts.scatter
         return {
             "fwd_pre": "scatter" if scatter else None,
             "fwd_post": "reduce_scatter" if split else "all_reduce",
@@ -59,14 +59,14 @@ def shared_regions(plan: Plan) -> dict[str, Region]:
     modules communicate by themselves.
     """
     split, by_megatron = plan.layout.sp, plan.by_megatron
-    joint = {frozenset(paths) for paths in plan.joint}
+    fused_columns = {frozenset(paths) for paths in plan.fused_columns}
     return {
         path: region
-        for path, region in plan.derived.regions.items()
+        for path, region in plan.tp_facts.regions.items()
         if path not in by_megatron
         and (
-            path in plan.derived.needed_regions
-            or (len(region.columns) > 1 and frozenset(region.columns) not in joint)
-            or (split and not plan.derived.by_heads.isdisjoint(region.columns))
+            path in plan.tp_facts.needed_regions
+            or (len(region.columns) > 1 and frozenset(region.columns) not in fused_columns)
+            or (split and not plan.tp_facts.by_heads.isdisjoint(region.columns))
         )
     }

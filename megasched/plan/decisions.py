@@ -117,7 +117,7 @@ def fold_decisions(decisions: Iterable[Decision]) -> list[Decision]:
 def without_rule(plan: Plan) -> list[str]:
     """Returns a line for each operator without a rule that took whole tensors where shards might have done."""
     lines = []
-    for operator, paths in sorted(plan.derived.without_rule.items()):
+    for operator, paths in sorted(plan.tp_facts.without_rule.items()):
         where = ", ".join(fold_paths(paths)) or "the model's own code"
         lines.append(
             f"{operator} has no rule, so what it takes is whole (in {where}); a rule is registered by "

@@ -90,9 +90,9 @@ def _linears(plan: Plan, index: int) -> list[str]:
     on inside a region, linears whose output is changed in place, and adapters.
     """
     assert plan.structure is not None
-    derived = plan.derived
+    tp_facts = plan.tp_facts
     whole_inside = (
-        derived.rows_inside | derived.overwritten | (derived.inside & (derived.gather | derived.scatter))
+        tp_facts.rows_inside | tp_facts.overwritten | (tp_facts.inside & (tp_facts.gather | tp_facts.scatter))
     )
     adapters = {name.removesuffix(".weight") for name in adapter_names(adapted(plan.records))}
     apart = whole_inside.union(plan.replicated_heads, adapters)
@@ -108,7 +108,7 @@ def _linears(plan: Plan, index: int) -> list[str]:
 
 def _products(plan: Plan, linears: list[str]) -> list[ParamMapping]:
     """Returns the weights of each matrix product of these linears; fused columns have one product."""
-    groups = {paths[0]: paths for paths in plan.joint if paths[0] in linears}
+    groups = {paths[0]: paths for paths in plan.fused_columns if paths[0] in linears}
     later = {path for paths in groups.values() for path in paths[1:]}
     return [
         ParamMapping(tuple(plan.placement(member, "weight") for member in groups.get(path, (path,))))

@@ -13,19 +13,19 @@ from megasched.plan.plan import Plan
 
 def columns_to_fuse(plan: Plan, model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Returns groups of column paths, each computed by one matrix product, in the order of their calls."""
-    joint = []
+    fused_columns = []
     asked = {record.path for record in plan.records_where(lambda primitive: not primitive.keeps_product)}
     fused = fused_paths(plan)
     shared = Counter(plan.canonical.values())
-    for paths in plan.derived.shared:
+    for paths in plan.tp_facts.shared:
         if plan.in_block(paths[0]):
             continue
         modules = [model.get_submodule(path) for path in paths]
         plain = all(_plain(plan, path, shared) and path not in asked for path in paths)
         alike = len({_kind(module) for module in modules}) == 1
         if plain and alike and all(fused(path) for path in paths):
-            joint.append(paths)
-    return tuple(joint)
+            fused_columns.append(paths)
+    return tuple(fused_columns)
 
 
 def levels_asked(plan: Plan) -> dict[str, Record]:
@@ -69,8 +69,8 @@ def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:
     """Returns whether a column's weight is laid out in Megatron's layer as in the definition, and is not tied."""
     placement = plan.placement(path, "weight")
     return (
-        path not in plan.derived.gather
-        and path not in plan.derived.overwritten  # a part of a product is a view of it
+        path not in plan.tp_facts.gather
+        and path not in plan.tp_facts.overwritten  # a part of a product is a view of it
         and path not in plan.replicated_heads
         and placement.padded is None
         and shared[placement.name] == 1

@@ -82,7 +82,7 @@ def make_plan(
 
     plan, problems = plan_context(plan, model, runs)
     plan, found = choose_megatron_modules(plan, model, roles, by_trainer=causal_lm, trials=trials)
-    plan = replace(plan, joint=columns_to_fuse(plan, model))
+    plan = replace(plan, fused_columns=columns_to_fuse(plan, model))
     plan, unpacked = plan_packed_rows(plan, model, runs)
     _refuse([*problems, *found, *unpacked])
 

@@ -16,11 +16,11 @@ _REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
 
 def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
     """Returns the facts that column and row pairs and ``sync`` calls state, and a problem for each other cut."""
-    derived = TpFacts()
+    tp_facts = TpFacts()
     families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
     for record in plan.records_of("shard"):
         cut = plan.cuts.get(record.path) if record.arguments["param"] == "weight" else None
-        if cut in ("column", "row") and not _stated(plan, record, cut, derived):
+        if cut in ("column", "row") and not _stated(plan, record, cut, tp_facts):
             families[record.path.rpartition(".")[0]][cut].append(record)
     problems = []
     for parent, family in families.items():
@@ -35,17 +35,17 @@ def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
         for record in family["row"] if not family["column"] else ():
             what = "nothing tells whether its input is sharded: no column-parallel linear stands beside it"
             problems.append(Problem(what, record.path, record.source, _REMEDY + '.sync("fwd_pre", "scatter")'))
-    return derived, problems
+    return tp_facts, problems
 
 
-def _stated(plan: Plan, record: Record, cut: str, derived: TpFacts) -> bool:
-    """Returns whether a ``sync`` gathers a column's output or scatters a row's input; notes it in ``derived``."""
+def _stated(plan: Plan, record: Record, cut: str, tp_facts: TpFacts) -> bool:
+    """Returns whether a ``sync`` gathers a column's output or scatters a row's input; notes it in ``tp_facts``."""
     syncs = {(r.arguments["mode"], r.arguments["op"]) for r in plan.records_of("sync") if r.path == record.path}
     if cut == "column" and ("fwd_post", "all_gather") in syncs:
-        derived.gather.add(record.path)
+        tp_facts.gather.add(record.path)
         return True
     if cut == "row" and ("fwd_pre", "scatter") in syncs:
-        derived.scatter.add(record.path)
+        tp_facts.scatter.add(record.path)
         return True
     return False
 

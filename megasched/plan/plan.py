@@ -33,18 +33,18 @@ class Plan:
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
         structure: the layer stack; None for a model that is not a causal language model.
-        derived: facts that follow from the placements.
-        sequence: facts of context parallelism; None without.
+        tp_facts: facts that follow from the placements.
+        cp_facts: facts of context parallelism; None without.
         packed: facts of packed sequences; None without.
         blocks: decoder layers that Megatron's ``TransformerLayer`` computes; no module inside is lowered by
             itself.
         attentions: modules outside ``blocks`` that Megatron's ``SelfAttention`` computes; the same holds inside.
         mixtures: modules of router and experts outside ``blocks`` that its ``MoELayer`` computes; the same holds.
         mlps: modules outside both that its ``MLP`` computes -> their specs; the same holds inside.
-        not_blocks: layers, attention, mixtures and MLPs that were to be Megatron's if possible -> why not.
+        declined: layers, attention, mixtures and MLPs that were to be Megatron's if possible -> why not.
         te_linears: linears whose product is Transformer Engine's, in 8 bits; those in ``blocks`` are not named.
         weights_in_8_bits: canonical names of parameters that are multiplied in 8 bits, those of experts included.
-        joint: groups of columns that one matrix product computes; paths in the order of their calls.
+        fused_columns: groups of columns that one matrix product computes; paths in the order of their calls.
     """
 
     layout: ParallelDims
@@ -56,17 +56,17 @@ class Plan:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     canonical: Mapping[str, str] = field(default_factory=dict)
     structure: LayerStack | None = None
-    derived: TpFacts = field(default_factory=TpFacts)
-    sequence: CpFacts | None = None
+    tp_facts: TpFacts = field(default_factory=TpFacts)
+    cp_facts: CpFacts | None = None
     packed: PackedFacts | None = None
     blocks: frozenset[str] = frozenset()
     attentions: frozenset[str] = frozenset()
     mixtures: frozenset[str] = frozenset()
     mlps: Mapping[str, MlpSpec] = field(default_factory=dict)
-    not_blocks: Mapping[str, Declined] = field(default_factory=dict)
+    declined: Mapping[str, Declined] = field(default_factory=dict)
     te_linears: frozenset[str] = frozenset()
     weights_in_8_bits: frozenset[str] = frozenset()
-    joint: tuple[tuple[str, ...], ...] = ()
+    fused_columns: tuple[tuple[str, ...], ...] = ()
 
     def placement(self, path: str, param: str) -> Placement:
         """Returns the placement of the parameter ``param`` of the module at ``path``."""
@@ -96,7 +96,7 @@ class Plan:
 
     def splits_sequence(self, path: str) -> bool:
         """Returns whether activations around the module at ``path`` are split along the sequence over TP."""
-        if not self.layout.sp or self.structure is None or path in self.derived.whole_inputs:
+        if not self.layout.sp or self.structure is None or path in self.tp_facts.whole_inputs:
             return False
         return self.structure.index_of(path) is not None
 

@@ -56,8 +56,8 @@ def follow_cuts(
             plan = replace(plan, structure=structure)
             inputs = structure.trial_inputs() if inputs is None else inputs
         if plan.cuts and inputs is None:
-            derived, problems = take_pairs(plan, model)
-            plan = replace(plan, derived=derived)
+            tp_facts, problems = take_pairs(plan, model)
+            plan = replace(plan, tp_facts=tp_facts)
             return plan, problems + check_syncs(plan)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_where(lambda primitive: primitive.replaces_modules)):
@@ -75,7 +75,7 @@ def follow_cuts(
     except ScheduleError as error:
         return plan, with_sources(plan, error.problems)
     plan = replace(plan, placements=_with_partial_gradients(plan, like))
-    of_tp = plan.derived.problems if plan.layout.tp > 1 else []
+    of_tp = plan.tp_facts.problems if plan.layout.tp > 1 else []
     problems = [*problems, *of_tp, *check_sliced_args(plan), *_experts_read_elsewhere(plan)]
     return plan, with_sources(plan, problems) + check_syncs(plan)
 
@@ -105,12 +105,12 @@ def _propagate(
             heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
         )
         takes_shards = causal_lm and not own_loss
-        plan = replace(plan, derived=runs.propagate(model, inputs, assume, loss_takes_shards=takes_shards))
-        elsewhere = plan.derived.read_elsewhere
+        plan = replace(plan, tp_facts=runs.propagate(model, inputs, assume, loss_takes_shards=takes_shards))
+        elsewhere = plan.tp_facts.read_elsewhere
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
-        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.derived.gather
+        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.tp_facts.gather
         if not unproven:
             sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
             if not sizes_read:
@@ -138,21 +138,21 @@ def _why_whole(reader: str) -> str:
 
 def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
     """Returns a problem for each module of shared-out experts whose weights other code reads as a whole."""
-    read = plan.derived.read_elsewhere
+    read = plan.tp_facts.read_elsewhere
     remedy = "leave --expert-model-parallel-size at 1"
     return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
 def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, roles: Roles) -> set[str]:
     """Returns the cut columns after which code may depend on a size that differs on a rank."""
-    settled = plan.derived.gather | plan.derived.scatter
+    settled = plan.tp_facts.gather | plan.tp_facts.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
     if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
         cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}
     rank = Rank(max(2, plan.layout.tp), cuts, assume.components, assume.heads)
     sharded = sharded_attention(plan)
     counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
-    return runs.unproven_sizes(plan.derived, rank, plan.cuts, counts)
+    return runs.unproven_sizes(plan.tp_facts, rank, plan.cuts, counts)
 
 
 def _is_padded(plan: Plan, path: str) -> bool:
@@ -172,7 +172,7 @@ def _lay_out_gathered(plan: Plan) -> tuple[Plan, list[Problem]]:
     Cut by components, their output would come back in another order.
     """
     problems, placements = [], dict(plan.placements)
-    for path in sorted(plan.derived.gather):
+    for path in sorted(plan.tp_facts.gather):
         if plan.cuts[path] == "features":
             what = "what follows needs the whole of what is looked up, and each rank has some of its features"
             problems.append(Problem(what, path, remedy="leave it whole, or cut it along its rows (axis 0)"))
@@ -189,7 +189,7 @@ def _lay_out_gathered(plan: Plan) -> tuple[Plan, list[Problem]]:
                     what = f"TP {plan.layout.tp} does not divide {name} {list(placement.shape)}, which is gathered"
                     problems.append(Problem(what, path, remedy="leave it whole"))
             placements[canonical] = placement
-    gathered = {path for path in plan.derived.gather if plan.cuts[path] != "features"}
+    gathered = {path for path in plan.tp_facts.gather if plan.cuts[path] != "features"}
     heads = {path: of for path, of in plan.replicated_heads.items() if path not in gathered}
     return replace(plan, placements=placements, replicated_heads=heads), problems
 
@@ -219,11 +219,11 @@ def _with_partial_gradients(plan: Plan, like: Mapping[str, str]) -> dict[str, Pl
         like: parameter that no run reached -> one that stands in for it.
     """
     placements = dict(plan.placements)
-    partial = plan.derived.partial | plan.derived.sequence
+    partial = plan.tp_facts.partial | plan.tp_facts.sequence
     partial |= {name for name, other in like.items() if other in partial}
     if plan.layout.sp and plan.structure is not None:
         for path, cut in plan.cuts.items():  # a row's bias is added to its split output
-            split = plan.structure.index_of(path) is not None and path not in plan.derived.rows_inside
+            split = plan.structure.index_of(path) is not None and path not in plan.tp_facts.rows_inside
             if cut == "row" and split and f"{path}.bias" in plan.canonical:
                 partial.add(plan.canonical[f"{path}.bias"])
     for name in partial:
@@ -241,7 +241,7 @@ def _like_those_met(
         model: model of the labelled run.
         inputs: arguments of that run.
     """
-    met, trained = plan.derived.met, {name for name, p in model.named_parameters() if p.requires_grad}
+    met, trained = plan.tp_facts.met, {name for name, p in model.named_parameters() if p.requires_grad}
     unmet = {name for name in plan.placements if name in trained and name not in met}
     if plan.layout.tp == 1 or not unmet:
         return {}, []
@@ -263,7 +263,7 @@ def _met_twin(plan: Plan, model: nn.Module, name: str) -> str | None:
     others: Iterable[str] = (other for _, other in counterparts(model, name))
     whole = not plan.placements[name].sharded
     return next(
-        (o for o in others if o in plan.derived.met and whole and not plan.placements[o].sharded),
+        (o for o in others if o in plan.tp_facts.met and whole and not plan.placements[o].sharded),
         None,
     )
 

@@ -124,7 +124,7 @@ def check_complete(plan: Plan, model: nn.Module) -> list[Problem]:
 def check_sliced_args(plan: Plan) -> list[Problem]:
     """Returns a problem for each argument that ranks can't take equal parts of."""
     problems = []
-    for (path, slot), part in plan.derived.parts.items():
+    for (path, slot), part in plan.tp_facts.parts.items():
         if part.count % plan.layout.tp:
             what = f"TP {plan.layout.tp} does not divide the {part.count} heads or features of argument {slot!r}"
             problems.append(Problem(what, path, remedy=f"a tensor parallel size that divides {part.count}"))
@@ -171,10 +171,10 @@ def sharded_attention(plan: Plan) -> Callable[[str], bool]:
     cutting = {
         parent
         for path, cut in plan.cuts.items()
-        if cut == "column" and path not in plan.derived.gather
+        if cut == "column" and path not in plan.tp_facts.gather
         for parent in _parents(path)
     }
-    return lambda path: plan.derived.attention.get(path, (0, path in cutting))[1]
+    return lambda path: plan.tp_facts.attention.get(path, (0, path in cutting))[1]
 
 
 def _parents(path: str) -> Iterator[str]:

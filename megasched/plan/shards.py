@@ -252,12 +252,12 @@ def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
     first: dict[int, str] = {}
     every: Any = model.named_modules(remove_duplicate=False)
     path_of = {path: first.setdefault(id(module), path) for path, module in every}
-    sides: dict[str, dict[str, None]] = defaultdict(dict)
+    stage_inputs: dict[str, dict[str, None]] = defaultdict(dict)
     for name, canonical in plan.canonical.items():
-        sides[canonical][path_of[name.rpartition(".")[0]]] = None
+        stage_inputs[canonical][path_of[name.rpartition(".")[0]]] = None
     problems = []
     sources = {record.path: record.source for record in plan.records_of("shard")}
-    for canonical, paths in sides.items():
+    for canonical, paths in stage_inputs.items():
         cut = [path for path in paths if path in sources]
         if not cut or len(cut) == len(paths):
             continue

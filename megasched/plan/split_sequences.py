@@ -27,7 +27,7 @@ def plan_context(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Pla
         return plan, [Problem(what, remedy=remedy)]
     refuse = partial(why_not_sequence_region, plan)
     sequence = runs.plan_sequence(model, structure, plan.layout.cp, refuse)
-    plan = replace(plan, sequence=sequence)
+    plan = replace(plan, cp_facts=sequence)
     if sequence.problems:
         return plan, sequence.problems
     in_region = partial(_is_in, {*sequence.regions, *find_experts(model)})  # which take tokens one by one
@@ -54,9 +54,9 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[
     structure = plan.structure
     if structure is None or not plan.layout.sp:
         return []
-    derived = plan.derived
-    of_heads = {path for path, of in derived.regions.items() if not derived.by_heads.isdisjoint(of.columns)}
-    regions = derived.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
+    tp_facts = plan.tp_facts
+    of_heads = {path for path, of in tp_facts.regions.items() if not tp_facts.by_heads.isdisjoint(of.columns)}
+    regions = tp_facts.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
 
     def is_outside(path: str) -> bool:
         return structure.index_of(path) is None
@@ -104,14 +104,14 @@ def why_not_sequence_region(plan: Plan, path: str) -> str:
     Under sequence parallelism a row-parallel linear hands each TP rank a part of the sequence that it sees. Of the
     whole sequence that part has other tokens than of a context parallel rank's sequence.
     """
-    structure, derived = plan.structure, plan.derived
+    structure, tp_facts = plan.structure, plan.tp_facts
     if structure is None or structure.index_of(path) is None:
         elsewhere = plan.layout.pp > 1 and plan.holds_parameters(path)
         return "its parameters are on one pipeline stage, and others run it, too" if elsewhere else ""
     if not plan.layout.sp:
         return ""
     rows = [row for row, cut in plan.cuts.items() if cut == "row" and row.startswith(f"{path}.")]
-    split = [row for row in rows if row not in derived.rows_inside]
-    if path not in derived.needed_regions or split:
+    split = [row for row in rows if row not in tp_facts.rows_inside]
+    if path not in tp_facts.needed_regions or split:
         return "it can't have it under sequence parallelism too"
     return ""

@@ -309,7 +309,7 @@ class ScheduledModel(MegatronModule):
 
     def _positions(self, ids: torch.Tensor, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Returns the positions of this rank's tokens, which the definition can't know, if it takes them."""
-        sequence = self.plan.sequence
+        sequence = self.plan.cp_facts
         assert self._context is not None
         assert sequence is not None
         self._context.batch = ids.shape[0]

@@ -228,7 +228,13 @@ class Session:
         assert structure is not None
         parts = layout.tp if layout.sp else 1
         packing = BoundaryCodec(
-            self.replaced, structure, dtype, parts, self.plan.derived.sides, layout.tp, measured=self._sides
+            self.replaced,
+            structure,
+            dtype,
+            parts,
+            self.plan.tp_facts.stage_inputs,
+            layout.tp,
+            measured=self._sides,
         )
         if not packing.needed(boundaries):
             return None
@@ -346,7 +352,7 @@ def refuse_stages(plan: Plan, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         what = "the layers of an encoder-decoder are two lists, and stages are made of one"
         raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
-    lost = [place.path for place, dim in plan.derived.sides.items() if dim is None]
+    lost = [place.path for place, dim in plan.tp_facts.stage_inputs.items() if dim is None]
     if lost:
         what = "later layers read what it makes, and how that is cut over TP could not be followed"
         raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))

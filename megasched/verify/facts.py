@@ -31,7 +31,10 @@ def facts(folder: str) -> dict[str, Any]:
         "adapter": has_roles(session.definition.config.model_type),
         "inferred": [name for name in inferred if name.endswith(".weight")],
         "tied": any(name != canonical for name, canonical in session.plan.canonical.items()),
-        "fused": [*(["joint"] if session.plan.joint or session.plan.attentions else []), *_by_megatron(session)],
+        "fused": [
+            *(["joint"] if session.plan.fused_columns or session.plan.attentions else []),
+            *_by_megatron(session),
+        ],
         "whole": {d.parameter: d.declined for d in decisions if d.declined},
     }
 

@@ -147,7 +147,7 @@ def features_answer(sample: Sample) -> list[Any] | None:
             TpSpec(FEATURE_SHARD, frozenset(["column"]), active=True, fed=True, along=along),
         )
     tape.read(run)
-    if run.derived.gather or run.derived.problems:
+    if run.tp_facts.gather or run.tp_facts.problems:
         return None
     labels = [run.label(output) if isinstance(output, torch.Tensor) else TpSpec() for output in tape.output]
     assert all(label.along is not None for label in labels if label.type == FEATURE_SHARD), (

@@ -41,7 +41,7 @@ def test_layers_what_is_before_and_what_is_after(family):
     assert {path: shape.dims for path, shape in structure.before.items()} == before
     assert structure.after == AFTER.get(family, ("model.norm", "lm_head"))
     assert structure.slot.argument in (0, "hidden_states")
-    assert (structure.sides, structure.between, structure.called, structure.uncuttable) == ((), {}, (), "")
+    assert (structure.stage_inputs, structure.between, structure.called, structure.uncuttable) == ((), {}, (), "")
     assert structure.hidden == Shape(("b", "s", 32), torch.float32)
     path = structure.layer_path(2)
     assert structure.index_of(path) == structure.index_of(path + ".mlp.deep") == 2
@@ -106,7 +106,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("form", "slot", "sides"),
+    ("form", "slot", "stage_inputs"),
     [
         ("tensor", HiddenStateArg("hidden_states", None), []),
         ("tuple", HiddenStateArg("hidden_states", 1, ("word", None, None)), []),
@@ -116,10 +116,10 @@ class Model(nn.Module):
         ("named", HiddenStateArg("hidden_states", 0, (None, 1), Named), []),
     ],
 )
-def test_where_the_hidden_state_stands(form, slot, sides):
+def test_where_the_hidden_state_stands(form, slot, stage_inputs):
     structure = find_layer_stack(Model(form))
     assert (structure.layers, structure.slot) == ("layers", slot)
-    assert [(side.made, side.read) for side in structure.sides] == sides
+    assert [(side.made, side.read) for side in structure.stage_inputs] == stage_inputs
     assert (structure.before, structure.after) == ({"embed": Shape(("b", "s", 8), torch.float32)}, ("out",))
 
 

@@ -28,6 +28,6 @@ def test_each_operator_that_meets_a_cut_has_a_rule(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "llama4_text"])
 def test_complex_rotary_numbers_leave_attention_cut(model_type, tmp_path):
-    derived = plan_of(model_type, tmp_path).derived
-    assert [path for path in derived.gather if "self_attn" in path] == []
-    assert {whole for _, whole in derived.attention.values()} == {True}
+    tp_facts = plan_of(model_type, tmp_path).tp_facts
+    assert [path for path in tp_facts.gather if "self_attn" in path] == []
+    assert {whole for _, whole in tp_facts.attention.values()} == {True}

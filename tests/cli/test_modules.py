@@ -102,12 +102,14 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
 
 def test_what_is_shared_is_named_in_the_order_of_the_definition(llama):
     session = open_session("auto", llama, ParallelDims(tensor_model_parallel_size=2))
-    plan = replace(session.plan, joint=tuple(tuple(reversed(paths)) for paths in session.plan.joint))
+    plan = replace(
+        session.plan, fused_columns=tuple(tuple(reversed(paths)) for paths in session.plan.fused_columns)
+    )
     assert transfers(plan)[f"{LAYER}.self_attn"][0].shared_by == ("q_proj", "k_proj", "v_proj")
 
 
 def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_length():
-    derived = TpFacts(
+    tp_facts = TpFacts(
         regions={
             "mlp": Region((0,), ("mlp.up",)),
             "attn": Region((0,), ("attn.qkv",)),
@@ -116,9 +118,9 @@ def test_one_linear_alone_shares_nothing_unless_its_heads_are_viewed_by_the_leng
         by_heads={"attn.qkv"},
     )
     layout = {"tensor_model_parallel_size": 2}
-    plan = Plan(ParallelDims(**layout), (), derived=derived)
+    plan = Plan(ParallelDims(**layout), (), tp_facts=tp_facts)
     assert shared_regions(plan) == {"pair": ((0,), ("pair.gate", "pair.up"))}
-    plan = Plan(ParallelDims(**layout, sequence_parallel=True), (), derived=derived)
+    plan = Plan(ParallelDims(**layout, sequence_parallel=True), (), tp_facts=tp_facts)
     assert shared_regions(plan) == {"attn": ((0,), ("attn.qkv",)), "pair": ((0,), ("pair.gate", "pair.up"))}
 
 

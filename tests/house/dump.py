@@ -68,8 +68,8 @@ def _of_plan(plan: Any) -> dict[str, Any]:
         "experts over EP": sorted(plan.experts),
         "kv heads on several ranks": heads,
         "left whole": plan.left_whole,
-        "tp": _tp_facts(plan.derived),
-        "cp": None if plan.sequence is None else _cp_facts(plan.sequence),
+        "tp": _tp_facts(plan.tp_facts),
+        "cp": None if plan.cp_facts is None else _cp_facts(plan.cp_facts),
         "packed sequences": None if plan.packed is None else _packed_facts(plan.packed),
         "layers": None if plan.structure is None else _layers(plan.structure),
         "megatron": {
@@ -77,9 +77,9 @@ def _of_plan(plan: Any) -> dict[str, Any]:
             "attention": sorted(plan.attentions),
             "moe": sorted(plan.mixtures),
             "mlp": sorted(plan.mlps),
-            "why not": plan.not_blocks,
+            "why not": plan.declined,
         },
-        "fused columns": sorted(plan.joint),
+        "fused columns": sorted(plan.fused_columns),
         "te linears": sorted(plan.te_linears),
         "8 bits": sorted(plan.weights_in_8_bits),
     }
@@ -112,7 +112,7 @@ def _tp_facts(facts: Any) -> dict[str, Any]:
         "shared": sorted(map(list, facts.shared)),
         "attention": facts.attention,
         "experts": facts.experts,
-        "stage inputs cut along": {str(_plain(place)): dim for place, dim in facts.sides.items()},
+        "stage inputs cut along": {str(_plain(place)): dim for place, dim in facts.stage_inputs.items()},
     }
 
 
@@ -139,7 +139,7 @@ def _layers(layers: Any) -> dict[str, Any]:
         "after": sorted(layers.after),
         "uncuttable": layers.uncuttable,
         "repeated": layers.repeated,
-        "stage inputs": sorted(str(_plain(side)) for side in layers.sides),
+        "stage inputs": sorted(str(_plain(side)) for side in layers.stage_inputs),
         "loss": _plain(layers.loss),
         "hidden state": _plain(layers.slot),
     }

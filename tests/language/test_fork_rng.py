@@ -49,8 +49,8 @@ def planned(model, fill):
 
 
 def test_what_stands_between_is_found():
-    assert planned(Around(Mlp(dropout=0.5)), pair).derived.forked == {"pair.drop"}
-    assert planned(Around(Mlp(dropout=0.0)), pair).derived.forked == set()
+    assert planned(Around(Mlp(dropout=0.5)), pair).tp_facts.forked == {"pair.drop"}
+    assert planned(Around(Mlp(dropout=0.0)), pair).tp_facts.forked == set()
 
 
 def test_functional_dropout_on_sharded_activations_is_refused_with_the_remedy():
@@ -66,7 +66,7 @@ def test_functional_dropout_on_sharded_activations_is_refused_with_the_remedy():
 @pytest.mark.parametrize("path", ["pair", ""])
 def test_the_remedy_works_on_the_module_and_around_it(path):
     plan = planned(Around(Functional()), lambda sch: [pair(sch), sch[path].fork_rng()])
-    assert plan.derived.problems == []
+    assert plan.tp_facts.problems == []
 
 
 def test_functional_dropout_on_whole_activations_is_fine():
@@ -78,7 +78,7 @@ def test_functional_dropout_on_whole_activations_is_fine():
         def forward(self, x):
             return F.dropout(self.pair(F.dropout(x, 0.5)), 0.5)
 
-    assert planned(Whole(), pair).derived.problems == []
+    assert planned(Whole(), pair).tp_facts.problems == []
 
 
 def _drawn():

@@ -40,7 +40,7 @@ def _joint(family):
     sch = megasched.create_schedule(model)
     _auto(sch)
     plan = make_plan(sch, inputs={"input_ids": token_ids()}, causal_lm=True, trials=Trials)
-    return [sorted(paths) for paths in plan.joint if ".0." in paths[0]]
+    return [sorted(paths) for paths in plan.fused_columns if ".0." in paths[0]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,8 +54,8 @@ class Counted:
     def __enter__(self):
         self.real, self.done, self.left = FusedColumns._compute, 0, 0
 
-        def compute(joint, x):
-            found = self.real(joint, x)
+        def compute(fused_columns, x):
+            found = self.real(fused_columns, x)
             if found is None:
                 self.left += 1
             else:
@@ -131,7 +131,7 @@ def _innermost():
         sch["model.layers.1.mlp"].level("leaf")
 
     _, plan, _ = scheduled_copy(tiny_model("llama"), fill)
-    return plan.joint
+    return plan.fused_columns
 
 
 def test_the_innermost_level_counts(ranks):
@@ -283,8 +283,8 @@ def _added_to_main_grad():
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, dy, out: out.addmm_(dy.t(), x))
     before = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
     layers.fused_weight_gradient_mlp_cuda = kernel
-    joined = [part for paths in plan.joint for part in map(built.get_submodule, paths)]
-    for group in plan.joint:  # as Megatron's buffers lie: the last parameter first
+    joined = [part for paths in plan.fused_columns for part in map(built.get_submodule, paths)]
+    for group in plan.fused_columns:  # as Megatron's buffers lie: the last parameter first
         order = [built.get_submodule(path) for path in reversed(group)]
         buffer = torch.zeros(sum(member.weight.numel() for member in order))
         for member, part in zip(order, buffer.split([m.weight.numel() for m in order]), strict=True):

@@ -42,7 +42,7 @@ def test_a_rank_gets_its_own_heads(batch, rank):
 
 def test_heads_that_tp_does_not_divide_are_a_problem():
     plan = Plan(ParallelDims(tensor_model_parallel_size=3), ())
-    plan.derived.parts = {ArgRef("attn", "alibi"): ArgSlice(0, 4), ArgRef("other", 1): ArgSlice(0, 6)}
+    plan.tp_facts.parts = {ArgRef("attn", "alibi"): ArgSlice(0, 4), ArgRef("other", 1): ArgSlice(0, 6)}
     (problem,) = check_sliced_args(plan)
     assert (problem.module, problem.what) == (
         "attn",

@@ -182,7 +182,7 @@ def _compared():
     found = {}
     for name, (make, _, _) in CASES.items():
         _, plan, _ = scheduled_copy(randomize(make()), pair, x)
-        cut = not plan.derived.gather and not plan.derived.scatter
+        cut = not plan.tp_facts.gather and not plan.tp_facts.scatter
         found[name] = cut, set(plan.left_whole), too_far(compare(randomize(make()), pair, x, x))
     return found
 
@@ -249,7 +249,7 @@ def test_packs_of_saved_tensors_get_no_parts():
         make_plan(schedule, inputs=x)
     schedule = create_schedule(Recomputing(torch.tanh), layout)
     pair(schedule)
-    assert not make_plan(schedule, inputs=x).derived.gather
+    assert not make_plan(schedule, inputs=x).tp_facts.gather
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

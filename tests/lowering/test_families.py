@@ -71,7 +71,7 @@ def test_kv_heads_fewer_than_ranks_at_tp4(ranks):
 def _one_head(family):
     init_megatron(tp=2)
     _, plan, _ = scheduled_copy(tiny_model(family, num_key_value_heads=1), _auto)
-    return sorted(plan.derived.gather), len(plan.replicated_heads), _gaps(family, num_key_value_heads=1)
+    return sorted(plan.tp_facts.gather), len(plan.replicated_heads), _gaps(family, num_key_value_heads=1)
 
 
 @pytest.mark.parametrize(("family", "projections"), [("llama", 4), ("phi3", 2), ("qwen3", 4), ("gemma2", 4)])
@@ -191,7 +191,7 @@ def _gathered_heads():
 
     _, plan, _ = scheduled_copy(tiny_model("qwen3"), fill)
     gaps = too_far(compare(tiny_model("qwen3"), fill, {"input_ids": ids, "labels": ids}))
-    return plan.replicated_heads, gaps, sorted(n for n in plan.derived.gather if n.startswith("model.layers.0"))
+    return plan.replicated_heads, gaps, sorted(n for n in plan.tp_facts.gather if n.startswith("model.layers.0"))
 
 
 def test_heads_that_are_gathered_are_not_replicated(ranks):
@@ -205,7 +205,7 @@ def _gathers():
     found = {}
     for family in FAMILIES:
         _, plan, _ = scheduled_copy(tiny_model(family), _auto)
-        found[family] = (plan.derived.gather, plan.derived.scatter)
+        found[family] = (plan.tp_facts.gather, plan.tp_facts.scatter)
     return found
 
 

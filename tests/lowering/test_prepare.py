@@ -24,7 +24,15 @@ def no_patch_stays():
 
 
 def told(plan):
-    return plan.layout, plan.cuts, plan.placements, plan.derived, plan.sequence, plan.joint, plan.replicated_heads
+    return (
+        plan.layout,
+        plan.cuts,
+        plan.placements,
+        plan.tp_facts,
+        plan.cp_facts,
+        plan.fused_columns,
+        plan.replicated_heads,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -47,10 +55,10 @@ def test_a_definition_is_followed_once_for_layouts_that_cut_it_alike(tmp_path, m
         analysis_cache, "propagate", lambda *args, **asked: runs.append(asked) or real(*args, **asked)
     )
     first = open_session("auto", tiny.save("llama", tmp_path, num_key_value_heads=4), TP2)
-    assert first.plan.derived is first.with_layout(TP4).plan.derived
+    assert first.plan.tp_facts is first.with_layout(TP4).plan.tp_facts
     assert len(runs) == 1
     whole_sequence = ParallelDims(tensor_model_parallel_size=2)
-    assert first.with_layout(whole_sequence).plan.derived is not first.plan.derived
+    assert first.with_layout(whole_sequence).plan.tp_facts is not first.plan.tp_facts
     assert len(runs) == 2
 
 

@@ -51,6 +51,6 @@ def check_cut(folder: str, argument: str, layout: str) -> None:
     ]
     assert len(matrices) == 4 * 4
     assert all(placement.sharded for placement in matrices)
-    modules = {argument.path for argument in plan.derived.parts}
+    modules = {argument.path for argument in plan.tp_facts.parts}
     assert len(modules) == 4
     assert all(slices_of(plan, path).keys() == {argument} for path in modules)

@@ -35,7 +35,7 @@ def test_attention_is_taken_alone(tmp_path, sp):
     plan = plan_of(tmp_path, layout, calls(tmp_path, ("model.layers.*.self_attn", "block")), "llama")
     assert sorted(plan.attentions) == ATTENTIONS
     assert not plan.blocks | plan.mlps.keys()
-    assert all(".mlp." in paths[0] for paths in plan.joint)
+    assert all(".mlp." in paths[0] for paths in plan.fused_columns)
 
 
 def test_of_a_layer_that_is_not_megatrons_attention_and_mlp_are_taken(tmp_path):
@@ -49,7 +49,7 @@ def test_of_a_layer_that_is_not_megatrons_attention_and_mlp_are_taken(tmp_path):
     assert sorted(plan.attentions) == ATTENTIONS
     assert len(plan.mlps) == 4
     assert not plan.blocks
-    assert set(map(str, plan.not_blocks.values())) == {"no block is known for model type 'granite'"}
+    assert set(map(str, plan.declined.values())) == {"no block is known for model type 'granite'"}
 
 
 def test_in_8_bits_it_is_megatrons_linears_that_run_so(tmp_path):

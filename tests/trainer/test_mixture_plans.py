@@ -42,7 +42,7 @@ def test_auto_takes_megatrons_layer_where_it_can_and_its_mixture_elsewhere(tmp_p
     layers = plan.structure.layer_paths()
     assert sorted(plan.blocks) == (layers if taken == "layers" else [])
     assert sorted(plan.mixtures) == ([f"{layer}.mlp" for layer in layers] if taken == "mixtures" else [])
-    assert set(map(str, plan.not_blocks.values())) == reasons
+    assert set(map(str, plan.declined.values())) == reasons
 
 
 @pytest.mark.parametrize("around", ["model.layers.*.mlp", "model.layers.1.mlp"])
@@ -124,7 +124,7 @@ def test_auto_leaves_layers_whose_modules_a_schedule_names(tmp_path):
     assert len(plan.blocks) == 3
     assert plan.mixtures == {"model.layers.1.mlp"}
     reason = "the schedule calls adapt on self_attn.q_proj, which is gone then"
-    declined = {path: str(one) for path, one in plan.not_blocks.items()}
+    declined = {path: str(one) for path, one in plan.declined.items()}
     assert declined == dict.fromkeys(("model.layers.1", "model.layers.1.self_attn"), reason)
 
 

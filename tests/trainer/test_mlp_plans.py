@@ -21,7 +21,7 @@ def test_an_mlp_is_taken_alone(tmp_path, sp):
     plan = plan_of(tmp_path, layout, calls(tmp_path, ("model.layers.*.mlp", "block")), "gemma2")
     assert sorted(plan.mlps) == MLPS
     assert not plan.blocks
-    assert all("self_attn" in paths[0] for paths in plan.joint)
+    assert all("self_attn" in paths[0] for paths in plan.fused_columns)
 
 
 def test_of_a_layer_that_may_be_megatrons_the_mlp_is_taken_where_it_can_not(tmp_path):

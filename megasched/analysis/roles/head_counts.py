@@ -39,7 +39,7 @@ def find_counts(
     found: dict[str, tuple[str, ...]] = {}
     hopeless: set[str] = set()
     seen: dict[Any, tuple[str, ...] | None] = {}
-    for path, call in run.derived.calls.items():
+    for path, call in run.tp_facts.calls.items():
         module = tape.model.get_submodule(path)
         if path in assume.cuts or not call.columns & inferred or not _own_code(structure, path):
             continue

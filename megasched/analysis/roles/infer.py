@@ -120,17 +120,17 @@ def _proven(
             components=components,
             heads=heads,
         )
-        derived = propagate(tape, assume, loss_takes_shards=True)
-        failed = [column for column in heads if column in derived.gather or is_uneven(column, derived, tp)]
-        asked = [few_heads(_features(tape.model, group), derived, components, tp) for group in groups]
+        tp_facts = propagate(tape, assume, loss_takes_shards=True)
+        failed = [column for column in heads if column in tp_facts.gather or is_uneven(column, tp_facts, tp)]
+        asked = [few_heads(_features(tape.model, group), tp_facts, components, tp) for group in groups]
         more = {column: found for one in asked for column, found in one.items() if column not in tried}
         if failed or more:
             heads = {**{column: found for column, found in heads.items() if column not in failed}, **more}
             tried |= more.keys()
             continue
-        kept = [group for group in (_left_of(g, derived, tp, declined) for g in groups) if group is not None]
+        kept = [group for group in (_left_of(g, tp_facts, tp, declined) for g in groups) if group is not None]
         if kept == groups:
-            return _Proven(groups, heads, derived.parts)
+            return _Proven(groups, heads, tp_facts.parts)
         groups = kept
     return _Proven([], {}, {})
 
@@ -141,21 +141,21 @@ def _features(model: nn.Module, group: Group) -> dict[str, int]:
     return {path: module.weight.shape[output_axis(module)] for path, module in columns.items()}
 
 
-def _left_of(group: Group, derived: TpFacts, tp: int, declined: dict[str, str]) -> Group | None:
+def _left_of(group: Group, tp_facts: TpFacts, tp: int, declined: dict[str, str]) -> Group | None:
     """Returns the part of a group that can be cut after a run that had it cut; None where there is none."""
-    for problem in derived.problems:
+    for problem in tp_facts.problems:
         around = problem.module + "."
         if any(path == problem.module or path.startswith(around) for path in group.members):
             declined |= dict.fromkeys(group.members, problem.what)
             return None
-    for column in group.columns & derived.gather:
+    for column in group.columns & tp_facts.gather:
         declined[column] = "what follows needs the whole of its output"
     for column in group.columns:
-        uneven = [size for size in derived.cut_sizes.get(column, ()) if size % tp]
+        uneven = [size for size in tp_facts.cut_sizes.get(column, ()) if size % tp]
         if uneven:
             declined[column] = f"TP {tp} does not divide {min(uneven)} heads or features of its output"
     columns = {column for column in group.columns if column not in declined}
-    if not columns or group.row in derived.scatter:
+    if not columns or group.row in tp_facts.scatter:
         for path in group.members:
             declined.setdefault(path, "the other side of it stays whole")
         return None

@@ -45,7 +45,7 @@ class LayerStack:
         loss: whether a run's loss is the one that the definition's own code computes; it gets labels then.
         hidden: the shape of the hidden state; mostly [b, s, h].
         called: indices of the layers that a call with token ids runs; empty where it runs all in their order.
-        sides: tensors of earlier layers that layers read beside the hidden state.
+        stage_inputs: tensors of earlier layers that layers read beside the hidden state.
         recorded: places of the tensors that HF's hooks record inside of layers.
         bare: modules outside of the layers whose parameters are read by the code of other modules.
         changed_buffers: buffers that a forward writes to or replaces.
@@ -66,7 +66,7 @@ class LayerStack:
     between: dict[str, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     hidden: Shape = _UNKNOWN
     called: tuple[int, ...] = ()
-    sides: tuple[StageInput, ...] = ()
+    stage_inputs: tuple[StageInput, ...] = ()
     recorded: tuple[OutputRef, ...] = ()
     bare: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
@@ -155,18 +155,18 @@ class LayerStack:
     @property
     def token_ids(self) -> StageInput | None:
         """Returns the token ids if layers read them, or tensors made of them without parameters; else None."""
-        return next((side for side in self.sides if not side.places[0].path), None)
+        return next((side for side in self.stage_inputs if not side.places[0].path), None)
 
     def stage_inputs_at(self, boundary: int) -> tuple[StageInput, ...]:
         """Returns the tensors that have to cross a cut before the layer ``boundary``, beside the hidden state."""
         hidden = self.stage_inputs_in_hidden(boundary)
-        return tuple(side for side in self.sides if side.crosses(boundary) and side not in hidden)
+        return tuple(side for side in self.stage_inputs if side.crosses(boundary) and side not in hidden)
 
     def stage_inputs_in_hidden(self, boundary: int) -> tuple[StageInput, ...]:
         """Returns the sides that are themselves the hidden state at a cut, and are read again further on."""
         layer = self.last_before(boundary)
         hidden = None if layer is None else OutputRef(self.layer_path(layer), self.slot.output)
-        return tuple(side for side in self.sides if hidden in side.places)
+        return tuple(side for side in self.stage_inputs if hidden in side.places)
 
     def holds_layers(self, path: str) -> bool:
         """Returns whether the module at ``path`` is around the layers."""

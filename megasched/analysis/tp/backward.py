@@ -32,7 +32,7 @@ class BackwardLabels(LabelRun):
         if followed and self.functions.works_on_shards(function, args, output, lambda t: self.label(t).along):
             return
         if FEATURE_SHARD in types:
-            self.derived.gather |= frozenset().union(*(label.columns for label in labels))
+            self.tp_facts.gather |= frozenset().union(*(label.columns for label in labels))
         if SEQUENCE_SHARD in types:
             self._need_sequence()
         if REPLICATE in types:
@@ -57,7 +57,7 @@ class BackwardLabels(LabelRun):
     def hooked(self, tensor: torch.Tensor) -> None:
         """Asks to gather the columns of a tensor whose gradient a hook sees, as it must be whole on each rank."""
         label = self.label(tensor)
-        self.derived.gather |= label.columns
+        self.tp_facts.gather |= label.columns
         self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet
         if label.type in (SEQUENCE_SHARD, REPLICATE) or label.params:
             self._problem(

@@ -39,7 +39,7 @@ class Labelling(BackwardLabels):
         self.tape.read(self)
         if not self.loss_takes_shards:
             for tensor in tensors_in(self.tape.output):
-                self.derived.gather |= self.label(tensor).columns
+                self.tp_facts.gather |= self.label(tensor).columns
 
     def enter(self, call: Call) -> None:
         """See ``TapeReader``."""
@@ -47,13 +47,13 @@ class Labelling(BackwardLabels):
             self._pass_on(source, alias)
         path = call.path
         self.stack.append(call)
-        self.derived.called.add(path)
+        self.tp_facts.called.add(path)
         self._enter_layer(call)
         if path == self._around():
             self._enter_region(call)
             self._take_parts(call)
         if path in self.experts:
-            self.derived.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).type
+            self.tp_facts.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).type
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(call)
@@ -99,12 +99,12 @@ class Labelling(BackwardLabels):
 
     def _note_sides(self, call: Call) -> None:
         """Notes how tensors are cut that later layers read beside the hidden state."""
-        for side in self.structure.sides if self.structure else ():
+        for side in self.structure.stage_inputs if self.structure else ():
             place = side.places[0]
             if place.path == call.path and call.path:
                 label = self.label(place.tensor(*call.left, call.returned))
                 if label.type in (FEATURE_SHARD, SEQUENCE_SHARD):
-                    self.derived.sides[place] = label.along.dim if label.along else None
+                    self.tp_facts.stage_inputs[place] = label.along.dim if label.along else None
 
     def _enter_layer(self, call: Call) -> None:
         """Splits activations along the sequence as they enter the layers, under sequence parallelism.
@@ -119,7 +119,7 @@ class Labelling(BackwardLabels):
         found = _arguments(call)
         whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value, hidden)]
         if whole:
-            self.derived.split_slots[call.path] = tuple(whole)
+            self.tp_facts.split_slots[call.path] = tuple(whole)
         for key in whole:
             self._set(found[key], _SPLIT)
         if call.path == self.structure.layer_path(self.structure.first):
@@ -147,7 +147,7 @@ class Labelling(BackwardLabels):
         known = ((INVARIANT, None), (SEQUENCE_SHARD, ShardDim(1)))
         usable = all((label.type, label.along) in known for label in labels.values())
         slots = tuple(active) if usable else ()
-        self.derived.whole_slots[path] = {key for key in slots if labels[key].type == INVARIANT}
+        self.tp_facts.whole_slots[path] = {key for key in slots if labels[key].type == INVARIANT}
         if self.slots.setdefault(path, slots) != slots:
             slots = self.slots[path] = ()
         if path not in self.regions:
@@ -155,7 +155,7 @@ class Labelling(BackwardLabels):
         if not slots:
             self.not_regions.add(path)
             return
-        self.derived.needed_regions.add(path)
+        self.tp_facts.needed_regions.add(path)
         for slot in slots:
             self._set(active[slot], TpSpec(REPLICATE, active=True, fed=True))
 
@@ -169,10 +169,10 @@ class Labelling(BackwardLabels):
                 if constant:
                     self.parts.offer(argument, value)
             elif not constant:  # in another call it was one
-                self.derived.gather |= part.columns
+                self.tp_facts.gather |= part.columns
             elif part.columns.isdisjoint(self.gather):
                 self._set(value, TpSpec(FEATURE_SHARD, part.columns, along=part.along(value)))
-                self.derived.parts[argument] = part
+                self.tp_facts.parts[argument] = part
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor is equal on all TP ranks, and carries no gradient."""
@@ -187,7 +187,7 @@ class Labelling(BackwardLabels):
         for index, leaf in enumerate(torch.utils._pytree.tree_leaves(call.output)):
             if isinstance(leaf, torch.Tensor) and self._is_inside(leaf):
                 leaving[id(leaf)] = self._outside(leaf)
-                self.derived.exits[call.path][index] = leaving[id(leaf)].along
+                self.tp_facts.exits[call.path][index] = leaving[id(leaf)].along
         return leaving
 
     def _leave_layers(self, call: Call) -> dict[int, TpSpec]:
@@ -198,7 +198,7 @@ class Labelling(BackwardLabels):
         leaves, _ = torch.utils._pytree.tree_flatten_with_path(call.output)
         inside = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self._is_inside(leaf)}
         if inside:
-            self.derived.recorded[call.path] = tuple(inside)
+            self.tp_facts.recorded[call.path] = tuple(inside)
         return {id(leaf): TpSpec(active=True, fed=True) for leaf in inside.values()}
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
@@ -236,19 +236,19 @@ class Labelling(BackwardLabels):
         label = self.label(source)
         cut = self.cuts[path]
         if cut == "column":
-            self.derived.gather |= label.columns
+            self.tp_facts.gather |= label.columns
             if label.type == REPLICATE:
-                self.derived.inside.add(path)
+                self.tp_facts.inside.add(path)
             else:
                 if label.type == INVARIANT and self.sequence_parallel and self._in_layers(path):
-                    self.derived.whole_inputs.add(path)
+                    self.tp_facts.whole_inputs.add(path)
                 around = [(one.path, self._origins_of_arguments(one)) for one in self.stack]
                 self.column_calls.append(ColumnCall(path, self.origin(source), around))
         elif cut == "row" and label.type != FEATURE_SHARD:
-            self.derived.gather |= label.columns
-            self.derived.scatter.add(path)
+            self.tp_facts.gather |= label.columns
+            self.tp_facts.scatter.add(path)
             if label.type == REPLICATE:
-                self.derived.inside.add(path)
+                self.tp_facts.inside.add(path)
             elif self._in_layers(path) and self.sequence_parallel:
                 self._problem(
                     "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
@@ -256,7 +256,7 @@ class Labelling(BackwardLabels):
                 )
         elif cut == "row" and label.along != ShardDim(source.dim() - 1):
             # it takes a contiguous part of the last dimension, and nothing else
-            self.derived.gather |= label.columns
+            self.tp_facts.gather |= label.columns
 
     def _origins_of_arguments(self, call: Call) -> dict[int | str, int]:
         tensors = {key: value for key, value in _arguments(call).items() if isinstance(value, torch.Tensor)}
@@ -300,7 +300,7 @@ class Labelling(BackwardLabels):
     def enter_attention(self, call: RecordedAttention) -> None:
         """Checks that attention, which treats heads apart, gets q, k and v [b, heads, s, d] cut by heads."""
         operands = tensors_in((call.query, call.key, call.value, call.args, call.kwargs))
-        self.derived.attention[self._path()] = (
+        self.tp_facts.attention[self._path()] = (
             call.query.shape[1],
             self.label(call.query).type == FEATURE_SHARD,
         )
@@ -317,7 +317,7 @@ class Labelling(BackwardLabels):
             met = [(t, ShardDim(1 if t.dim() == 4 else 0)) for t in of_heads]
             by_heads = all(along == ShardDim(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
-                self.derived.gather |= label.columns
+                self.tp_facts.gather |= label.columns
         if label.type == SEQUENCE_SHARD:
             self._need_sequence()
         self.attending.append(label)
@@ -332,7 +332,7 @@ class Labelling(BackwardLabels):
     def enter_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""
         if not self.loss_takes_shards:
-            self.derived.gather |= self.label(call.logits).columns
+            self.tp_facts.gather |= self.label(call.logits).columns
         self.silent += 1
 
     def leave_loss(self, call: RecordedLoss) -> None:

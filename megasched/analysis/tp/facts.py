@@ -125,8 +125,8 @@ class TpFacts:
         forked: ``nn.Dropout`` modules on FEATURE_SHARDs.
         attention: attention module path -> (query heads, whether they are cut).
         experts: module of experts -> region of the tokens that it takes.
-        sides: place of a tensor that later layers read beside the hidden state, if that is cut -> the dimension;
-            None where that could not be followed.
+        stage_inputs: place of a tensor that later layers read beside the hidden state, if that is cut -> the
+            dimension; None where that could not be followed.
         met: parameters that operations have read.
         problems: why TP would be wrong.
         calls: path of a module whose own code works on shards -> its first call.
@@ -158,7 +158,7 @@ class TpFacts:
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, TpType] = field(default_factory=dict)
-    sides: dict[OutputRef, int | None] = field(default_factory=dict)
+    stage_inputs: dict[OutputRef, int | None] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)

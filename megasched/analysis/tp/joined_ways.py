@@ -44,7 +44,7 @@ def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, 
         held.update(getattr(other, name))
     base.parts.update(other.parts)
     base.read_elsewhere.update(other.read_elsewhere)
-    base.sides.update(other.sides)
+    base.stage_inputs.update(other.stage_inputs)
     for column, sizes in other.cut_sizes.items():
         base.cut_sizes[column] |= sizes
     for operator, paths in other.without_rule.items():
@@ -64,8 +64,8 @@ def _differing(base: TpFacts, other: TpFacts) -> Iterator[str]:
         for path in sorted(both & (set(one) | set(two))):
             if (path in one) != (path in two) or (isinstance(one, Mapping) and one[path] != two[path]):
                 yield path
-    for place in base.sides.keys() & other.sides.keys():
-        if base.sides[place] != other.sides[place]:
+    for place in base.stage_inputs.keys() & other.stage_inputs.keys():
+        if base.stage_inputs[place] != other.stage_inputs[place]:
             yield place.path
     for columns in set(base.shared) ^ set(other.shared):
         if both.issuperset(columns):
@@ -84,6 +84,6 @@ def _ends(structure: LayerStack | None, base: TpFacts, other: TpFacts) -> list[s
     return [layer for layer in ends if (layer in base.called) != (layer in other.called)]
 
 
-def _problem(derived: TpFacts, problem: Problem) -> None:
-    if all(known.module != problem.module for known in derived.problems):
-        derived.problems.append(problem)
+def _problem(tp_facts: TpFacts, problem: Problem) -> None:
+    if all(known.module != problem.module for known in tp_facts.problems):
+        tp_facts.problems.append(problem)

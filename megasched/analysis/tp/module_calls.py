@@ -59,10 +59,10 @@ class RecordedCalls(Labelling):
         path = call.path
         if done.meets_long and done.columns:
             self.reading_lengths[path] = frozenset(done.columns), self._around()
-        if done.columns and path not in self.derived.calls:
+        if done.columns and path not in self.tp_facts.calls:
             placed = lambda tensor: Argument(tensor, self._placed(tensor))  # noqa: E731
             args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, placed, (call.args, call.kwargs))
-            self.derived.calls[path] = ModuleCall(
+            self.tp_facts.calls[path] = ModuleCall(
                 args,
                 kwargs,
                 tuple(done.results),
@@ -115,7 +115,7 @@ class RecordedCalls(Labelling):
         """
         super().want_lengths(entered)
         for path, (columns, around) in self.reading_lengths.items():
-            of_heads = not columns.isdisjoint(self.derived.by_heads)  # it reads the whole length then
+            of_heads = not columns.isdisjoint(self.tp_facts.by_heads)  # it reads the whole length then
             if around in self.regions or (of_heads and all(column in entered for column in columns)):
                 continue
             if not self._ask_for(around):

@@ -56,7 +56,7 @@ class LabelRun(TapeReader):
         self.not_regions = set(assume.not_regions)
         self.wanted_regions: set[str] = set()
         self.parts = SlicedArgs(assume.parts)
-        self.derived = TpFacts()
+        self.tp_facts = TpFacts()
         self.labels: dict[int, TpSpec] = {}
         self.stack: list[Call] = []
         self.slots: dict[str, tuple[int | str, ...]] = {}
@@ -109,9 +109,9 @@ class LabelRun(TapeReader):
             parts = place.heads or (0,) * len(lengths)
             cut = {length for length, part in zip(lengths, parts, strict=True) if not part}
             for column in label.columns:
-                self.derived.cut_sizes[column] |= cut
+                self.tp_facts.cut_sizes[column] |= cut
             if label.along.dim != tensor.dim() - 1:
-                self.derived.by_heads |= label.columns
+                self.tp_facts.by_heads |= label.columns
 
     def operation(self, operation: Operation) -> None:
         """See ``TapeReader``."""
@@ -131,7 +131,7 @@ class LabelRun(TapeReader):
         for tensor in changed:
             for held in (tensor, base_of(tensor)):
                 if id(held) in self.cut_outputs:
-                    self.derived.overwritten.add(self.cut_outputs[id(held)])
+                    self.tp_facts.overwritten.add(self.cut_outputs[id(held)])
         self._watch_weights(func, operands, outputs)
         if func.__name__.split(".")[0] in _ALIKE and all(id(tensor) in self.alike for tensor in operands):
             number = self.alike[id(operands[0])] if operands else next(self._numbers)
@@ -166,19 +166,19 @@ class LabelRun(TapeReader):
         except NeedsWhole as needs:
             found = None
             if isinstance(needs, NoRule) and joined.type == FEATURE_SHARD:
-                self.derived.without_rule[str(func)].add(self._path())
+                self.tp_facts.without_rule[str(func)].add(self._path())
             if joined.type == FEATURE_SHARD and self.parts.want(needs.met, joined.columns, self._around()):
                 return [None] * len(outputs)
         # What gives no tensor asks for a number, which each rank would answer by its part.
         if not found or any(along is None for along in found):
             if joined.type == FEATURE_SHARD:
-                self.derived.gather |= joined.columns
+                self.tp_facts.gather |= joined.columns
             else:
                 self._need_sequence()
         return found or [None] * len(outputs)
 
     def _meet(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.derived.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
+        self.tp_facts.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
 
     def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Notes weights that are cut, and are read by code other than their own module's.
@@ -194,7 +194,7 @@ class LabelRun(TapeReader):
             return
         running = [call.path for call in self.stack]
         for path in read.difference(running):
-            self.derived.read_elsewhere.setdefault(path, running[-1] if running else "")
+            self.tp_facts.read_elsewhere.setdefault(path, running[-1] if running else "")
 
     def _write_through(self, tensor: torch.Tensor) -> None:
         """Gives the label of a view that was written to also to its base and all the base's views."""
@@ -212,12 +212,12 @@ class LabelRun(TapeReader):
         rows = frozenset().union(*(label.rows for label in labels))
         if FEATURE_SHARD in types:
             columns = frozenset().union(*(label.columns for label in labels))
-            self.derived.partial |= params
+            self.tp_facts.partial |= params
             if (whole or SEQUENCE_SHARD in types) and not self._want_region():
-                self.derived.gather |= columns
+                self.tp_facts.gather |= columns
             return TpSpec(FEATURE_SHARD, columns, active=True, fed=True)
         if REPLICATE in types:
-            self.derived.partial |= params
+            self.tp_facts.partial |= params
             columns = frozenset().union(*(label.columns for label in labels))
             outside = self.structure is not None and not any(self._in_layers(call.path) for call in self.stack)
             if outside and not columns:
@@ -227,7 +227,7 @@ class LabelRun(TapeReader):
                     "have the modules return it, or leave the region's linears whole",
                 )
             if (whole or SEQUENCE_SHARD in types) and columns:
-                self.derived.gather |= columns
+                self.tp_facts.gather |= columns
             elif whole or SEQUENCE_SHARD in types:
                 self._meets_inside(
                     rows,
@@ -235,7 +235,7 @@ class LabelRun(TapeReader):
                 )
             return TpSpec(REPLICATE, columns, active=True, fed=True)
         if SEQUENCE_SHARD in types:
-            self.derived.sequence |= params
+            self.tp_facts.sequence |= params
             if whole:
                 self._problem(
                     "a whole activation meets one that is split along the sequence",
@@ -244,15 +244,15 @@ class LabelRun(TapeReader):
             return TpSpec(SEQUENCE_SHARD, rows=rows, active=True, fed=True)
         active = any(label.active for label in labels) or bool(params and fed)
         if active:
-            self.derived.complete |= params
+            self.tp_facts.complete |= params
         return TpSpec(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
 
     def _problem(self, what: str, remedy: str) -> None:
         self._problem_at(self._path(), what, remedy)
 
     def _problem_at(self, path: str, what: str, remedy: str) -> None:
-        if all(problem.module != path for problem in self.derived.problems):
-            self.derived.problems.append(Problem(what, path, remedy=remedy))
+        if all(problem.module != path for problem in self.tp_facts.problems):
+            self.tp_facts.problems.append(Problem(what, path, remedy=remedy))
 
     def _random(self, path: str, label: TpSpec) -> None:
         """Marks a dropout on a FEATURE_SHARD, which must draw other numbers on each rank.
@@ -269,7 +269,7 @@ class LabelRun(TapeReader):
         if any(not user or path == user or path.startswith(user + ".") for user in self.assume.forked_by_user):
             return
         if isinstance(self.model.get_submodule(path), nn.Dropout):
-            self.derived.forked.add(path)
+            self.tp_facts.forked.add(path)
         else:
             self._problem(
                 "draws random numbers for activations that are sharded over TP, outside of nn.Dropout",
@@ -303,8 +303,8 @@ class LabelRun(TapeReader):
         Args:
             entered: columns that read a tensor which enters TP at a module around them.
         """
-        settled = self.gather | self.derived.gather | self.derived.inside | self.derived.whole_inputs
-        columns = {path for path in self.derived.by_heads - settled if self.cuts[path] == "column"}
+        settled = self.gather | self.tp_facts.gather | self.tp_facts.inside | self.tp_facts.whole_inputs
+        columns = {path for path in self.tp_facts.by_heads - settled if self.cuts[path] == "column"}
         for column in sorted(columns):
             index = None if self.structure is None else self.structure.index_of(column)
             of_adapter = column.rpartition(".")[0] in self.cuts  # its linear's output is what is viewed
@@ -337,7 +337,7 @@ class LabelRun(TapeReader):
         """
         region = f"{self._around()}."
         if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
-            self.derived.rows_inside |= rows
+            self.tp_facts.rows_inside |= rows
         else:
             self._refuse_region()
 

@@ -58,26 +58,26 @@ def propagate(
         if further == assume:
             break
         for run in runs:
-            for operator, paths in run.derived.without_rule.items():
+            for operator, paths in run.tp_facts.without_rule.items():
                 without_rule[operator] |= paths
         assume = further
     for run, own in zip(runs, entries, strict=True):
         _close(run, own, assume.cuts)
-    derived = runs[0].derived
+    tp_facts = runs[0].tp_facts
     for (way, _), run in zip(others, runs[1:], strict=True):
-        join(derived, run.derived, way, structure, split=assume.sequence_parallel)
-    derived.gather, derived.rows_inside = set(assume.gather), set(assume.rows_inside)
-    derived.without_rule = without_rule
+        join(tp_facts, run.tp_facts, way, structure, split=assume.sequence_parallel)
+    tp_facts.gather, tp_facts.rows_inside = set(assume.gather), set(assume.rows_inside)
+    tp_facts.without_rule = without_rule
     if too_many:
         places = ", ".join(str(site) for site in too_many)
         what = f"the values that {places} asks for decide on more ways through the code than are looked at"
-        derived.problems.append(Problem(what, remedy="run it without TP"))
-    for name in sorted((derived.partial | derived.sequence) & derived.complete):
+        tp_facts.problems.append(Problem(what, remedy="run it without TP"))
+    for name in sorted((tp_facts.partial | tp_facts.sequence) & tp_facts.complete):
         what = f"parameter {name} meets sharded activations in one place and whole ones in another"
-        split = name in derived.sequence
+        split = name in tp_facts.sequence
         remedy = "switch sequence parallelism off" if split else "shard the modules that use it alike"
-        derived.problems.append(Problem(what, remedy=remedy))
-    return derived
+        tp_facts.problems.append(Problem(what, remedy=remedy))
+    return tp_facts
 
 
 def _further(assume: TpAssumptions, runs: Sequence[RecordedCalls]) -> TpAssumptions:
@@ -89,20 +89,20 @@ def _further(assume: TpAssumptions, runs: Sequence[RecordedCalls]) -> TpAssumpti
     unsettled = any(run.wanted_regions for run in runs) or refused > assume.not_regions or wanted_parts
     return replace(
         assume,
-        gather=assume.gather if unsettled else assume.gather.union(*(run.derived.gather for run in runs)),
+        gather=assume.gather if unsettled else assume.gather.union(*(run.tp_facts.gather for run in runs)),
         regions=asked - refused,
         not_regions=refused,
-        rows_inside=assume.rows_inside.union(*(run.derived.rows_inside for run in runs)),
+        rows_inside=assume.rows_inside.union(*(run.tp_facts.rows_inside for run in runs)),
         parts={**assume.parts, **wanted_parts},
     )
 
 
 def _close(run: RecordedCalls, entries: dict[str, Region], cuts: Mapping[str, Cut]) -> None:
     """Sets a run's region entries and shared inputs, once no run asks for more."""
-    run.derived.regions = entries
-    for path in run.derived.needed_regions:
+    run.tp_facts.regions = entries
+    for path in run.tp_facts.needed_regions:
         columns = tuple(
-            column for column in cuts if column in run.derived.inside and column.startswith(path + ".")
+            column for column in cuts if column in run.tp_facts.inside and column.startswith(path + ".")
         )
         entries[path] = Region(run.slots[path], columns)
-    run.derived.shared = columns_that_share(run.column_calls)
+    run.tp_facts.shared = columns_that_share(run.column_calls)

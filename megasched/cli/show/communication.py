@@ -36,11 +36,11 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
         return {}
     regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
     for path in plan.attentions | plan.mlps.keys():  # one projection of Megatron's stands for several
-        alone = plan.derived.regions.get(path)
+        alone = plan.tp_facts.regions.get(path)
         if alone is not None and len(alone.columns) > 1:
             regions[path] = alone.columns
     together = {column for columns in regions.values() for column in columns}
-    for columns in plan.joint:  # one product communicates once
+    for columns in plan.fused_columns:  # one product communicates once
         if columns[0] not in together:
             regions[columns[0].rpartition(".")[0]] = columns
     entered = {column for columns in regions.values() for column in columns}

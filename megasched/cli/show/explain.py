@@ -98,13 +98,13 @@ def explain_schedule(
 
 def context_lines(plan: Plan) -> tuple[str, ...]:
     """Returns sentences on what context parallelism does, with layers folded; empty without it."""
-    if plan.sequence is None:
+    if plan.cp_facts is None:
         return ()
     lines = [f"each CP rank runs the definition on 2 of {2 * plan.layout.cp} pieces of a sequence"]
-    if plan.sequence.attention:
-        lines.append(f"queries meet the keys of all CP ranks: {', '.join(fold_paths(plan.sequence.attention))}")
-    if plan.sequence.regions:
-        lines.append(f"run on whole sequences by each CP rank: {', '.join(fold_paths(plan.sequence.regions))}")
+    if plan.cp_facts.attention:
+        lines.append(f"queries meet the keys of all CP ranks: {', '.join(fold_paths(plan.cp_facts.attention))}")
+    if plan.cp_facts.regions:
+        lines.append(f"run on whole sequences by each CP rank: {', '.join(fold_paths(plan.cp_facts.regions))}")
     return tuple(lines)
 
 

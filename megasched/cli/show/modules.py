@@ -129,7 +129,7 @@ class _View:
         self.tied = self._tied()
         self.sharded = sharded_attention(self.plan)
         self.calls = self.plan.structure.calls if self.plan.structure is not None else {}
-        self.joint = {path: paths for paths in self.plan.joint for path in paths}
+        self.fused_columns = {path: paths for paths in self.plan.fused_columns for path in paths}
 
     def _paths(self, record: Record) -> list[str]:
         schedule = self.session.schedule
@@ -209,11 +209,11 @@ class _View:
             for name in _own_parameters(module)
         ):
             notes.append("tied across stages: gradient summed over the embedding group")
-        others = [other.rpartition(".")[2] for other in self.joint.get(path, ()) if other != path]
+        others = [other.rpartition(".")[2] for other in self.fused_columns.get(path, ()) if other != path]
         if others:
             notes.append(f"by one matrix product with {', '.join(others)}")
-        if path in self.plan.not_blocks:
-            notes.append(f"not Megatron's: {self.plan.not_blocks[path]}")
+        if path in self.plan.declined:
+            notes.append(f"not Megatron's: {self.plan.declined[path]}")
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
@@ -227,7 +227,7 @@ class _View:
         return notes
 
     def _context_notes(self, path: str) -> list[str]:
-        sequence, cp = self.plan.sequence, self.plan.layout.cp
+        sequence, cp = self.plan.cp_facts, self.plan.layout.cp
         if sequence is None or self.plan.in_block(path):
             return []
         if path in sequence.regions:
@@ -236,16 +236,16 @@ class _View:
 
     def _tp_notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:
         notes = []
-        heads, sharded = self.plan.derived.attention.get(path, (0, False))
+        heads, sharded = self.plan.tp_facts.attention.get(path, (0, False))
         if sharded:
             notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
         attributes = self.session.schedule.roles.local_attributes.get(path, ())
         if attributes and path not in self.replaced and self.sharded(path):
             notes.append(f"divided by TP: {', '.join(attributes)}")
-        if path in self.plan.derived.forked:
+        if path in self.plan.tp_facts.forked:
             notes.append("each TP rank draws its own random numbers")
         head = module is self.session.replaced.get_output_embeddings()
-        if head and kind == "column" and path not in self.plan.derived.gather:
+        if head and kind == "column" and path not in self.plan.tp_facts.gather:
             notes.append("logits stay cut over the vocabulary, up to the loss")
         structure = self.plan.structure
         if structure is not None and path == structure.layers and self.plan.layout.sp:

@@ -92,7 +92,7 @@ class TeLinear(nn.Module):
 
     Attributes:
         weight: [out, in] of this rank.
-        joint: computes the product, perhaps together with that of other columns.
+        fused_columns: computes the product, perhaps together with that of other columns.
         adds_bias: the product adds the bias.
         group: the TP group.
         split: activations around it are split along the sequence.
@@ -102,7 +102,7 @@ class TeLinear(nn.Module):
     adds_bias = False
     weight: nn.Parameter
     bias: nn.Parameter | None
-    joint: TeProduct
+    fused_columns: TeProduct
 
     def __init__(self, group: Any, split: bool) -> None:
         super().__init__()
@@ -115,11 +115,11 @@ class TeLinear(nn.Module):
 
         See ``set_is_first_microbatch`` in megatron/core/transformer/module.py.
         """
-        return self.joint.first
+        return self.fused_columns.first
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool) -> None:
-        self.joint.first = first
+        self.fused_columns.first = first
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the input of the local product."""
@@ -153,7 +153,7 @@ class TeColumnLinear(TeLinear):
         return self.tokens.as_before(whole, x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.joint.output_of(self, x)
+        output = self.fused_columns.output_of(self, x)
         return gather_from_tensor_model_parallel_region(output, group=self.group) if self.gather_output else output
 
 
@@ -174,7 +174,7 @@ class TeRowLinear(TeLinear):
         return x if self.input_is_parallel else scatter_to_tensor_model_parallel_region(x, group=self.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self.joint.output_of(self, x)
+        part = self.fused_columns.output_of(self, x)
         if self.split:
             first = self.tokens.sequence_first(part).contiguous()
             output = reduce_scatter_to_sequence_parallel_region(first, group=self.group)
@@ -187,7 +187,7 @@ class TeRowLinear(TeLinear):
 def lower_te_linear(path: str, module: nn.Module, context: BuildContext, *, entered: bool) -> TeLinear:
     """Returns the layer that replaces an HF linear in 8-bit training, filled with its values.
 
-    Its product (``joint``) is made later, when the other linears that share it are determined.
+    Its product (``fused_columns``) is made later, when the other linears that share it are determined.
 
     Args:
         path: path of the module in the definition.
@@ -198,9 +198,9 @@ def lower_te_linear(path: str, module: nn.Module, context: BuildContext, *, ente
     column, split = plan.cuts[path] == "column", plan.splits_sequence(path)
     lowered: TeLinear
     if column:
-        lowered = TeColumnLinear(context.group, split, entered, path in plan.derived.gather)
+        lowered = TeColumnLinear(context.group, split, entered, path in plan.tp_facts.gather)
     else:
-        lowered = TeRowLinear(context.group, split, path not in plan.derived.scatter)
+        lowered = TeRowLinear(context.group, split, path not in plan.tp_facts.scatter)
     lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):
         parameter = make_parameter(lowered, name, plan.placement(path, name), held, context)

@@ -235,11 +235,11 @@ class MegatronFit:
         """Returns why a module's input exceeds its part of a sequence or is communicated already; else empty."""
         plan, layer = self.plan, part.layer
         around = {layer, *(path[:end] for end in range(len(layer), len(path)) if path[end] == ".")}
-        if plan.layout.tp > 1 and not around.isdisjoint(plan.derived.regions):
+        if plan.layout.tp > 1 and not around.isdisjoint(plan.tp_facts.regions):
             return "what is around it communicates for it"
-        if plan.layout.sp and plan.derived.whole_slots.get(path):
+        if plan.layout.sp and plan.tp_facts.whole_slots.get(path):
             return "it is handed whole tensors, and not its part of the sequence"
-        sequence = plan.sequence
+        sequence = plan.cp_facts
         if sequence is not None and not {path, *around}.isdisjoint(sequence.regions):
             return "it is handed whole sequences, and not its part of them"
         return ""
@@ -249,7 +249,7 @@ class MegatronFit:
         plan = self.plan
         for name, cut in content.cuts.items():
             path = f"{content.layer}.{name}"
-            if plan.cuts.get(path) != cut or path in plan.derived.gather or path in plan.derived.scatter:
+            if plan.cuts.get(path) != cut or path in plan.tp_facts.gather or path in plan.tp_facts.scatter:
                 return f"{name} is not sharded as a {cut}"
             if path in plan.replicated_heads:
                 return f"there are more TP ranks than heads of {name}"

@@ -60,7 +60,7 @@ def choose_megatron_modules(
             problems.append(Problem(what, path, level.source, "use level('fused') here"))
         else:
             declined[path] = Declined(reason, path, level.source)
-    return replace(plan, not_blocks=declined), problems
+    return replace(plan, declined=declined), problems
 
 
 def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
@@ -90,7 +90,7 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
         for layer in structure.layer_paths():
             if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
                 found[f"{layer}.{roles.attention.module}"] = layer
-    for path in plan.derived.attention:
+    for path in plan.tp_facts.attention:
         index = structure.index_of(path)
         if index is not None and path != structure.layer_path(index):
             found.setdefault(path, structure.layer_path(index))
@@ -167,7 +167,7 @@ def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem
     problems = []
     for path, layer in mixtures.items():
         if path not in plan.mixtures and layer not in plan.blocks:
-            reason = plan.not_blocks.get(path, "") or plan.not_blocks.get(layer, "")
+            reason = plan.declined.get(path, "") or plan.declined.get(layer, "")
             problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
     corrected = isinstance(roles.moe, MoeSpec) and bool(roles.moe.correction)
     bias = "--moe-router-enable-expert-bias"

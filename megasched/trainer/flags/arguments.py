@@ -196,24 +196,24 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         # `args` is what the file says: there is nothing here to compare with.
         raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
     config, objective = load_hf_config(args), find_objective(args.objective)
-    derived = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
-    derived = one_head_for_tp(derived, args.tensor_model_parallel_size)
-    vocab = derived.pop("vocab_size")
-    derived["padded_vocab_size"] = _padded(vocab, args)
+    tp_facts = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
+    tp_facts = one_head_for_tp(tp_facts, args.tensor_model_parallel_size)
+    vocab = tp_facts.pop("vocab_size")
+    tp_facts["padded_vocab_size"] = _padded(vocab, args)
     if args.expert_model_parallel_size > 1 or mixture_flags_asked(args):
-        derived |= expert_arguments(args, config, objective, derived)
-    positions = derived["position_embedding_type"]
-    derived["use_rotary_position_embeddings"] = SourcedValue(positions.value == "rope", positions.source)
-    fixed = derived.get("seq_length")
+        tp_facts |= expert_arguments(args, config, objective, tp_facts)
+    positions = tp_facts["position_embedding_type"]
+    tp_facts["use_rotary_position_embeddings"] = SourcedValue(positions.value == "rope", positions.source)
+    fixed = tp_facts.get("seq_length")
     sequence = fixed.value if fixed else args.seq_length or args.encoder_seq_length
-    if "max_position_embeddings" not in derived:
-        derived["max_position_embeddings"] = SourcedValue(
+    if "max_position_embeddings" not in tp_facts:
+        tp_facts["max_position_embeddings"] = SourcedValue(
             args.max_position_embeddings or sequence, "no limit in the HF config"
         )
     problems = [
-        _report("Flags that contradict the HF config", _contradictions(derived, given), _CONTRADICTION_REMEDY),
+        _report("Flags that contradict the HF config", _contradictions(tp_facts, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, _refusals(given)),
-        _report("Sizes that do not fit the model", _size_conflicts(args, config, sequence, vocab, derived)),
+        _report("Sizes that do not fit the model", _size_conflicts(args, config, sequence, vocab, tp_facts)),
         _report("Flags of expert parallelism that do not fit", [*expert_conflicts(args), *moe_conflicts(args)]),
         _report("Flags that Transformer Engine can't carry out here", te_conflicts(args)),
         _report("Flags of fine-tuning that do not fit", sft_conflicts(args)),
@@ -222,7 +222,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
     args.expert_tensor_parallel_size = 1  # experts are whole; Megatron would take TP's
-    for dest, found in derived.items():
+    for dest, found in tp_facts.items():
         setattr(args, dest, found.value)
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:
         args.vocab_size = vocab.value
@@ -264,19 +264,19 @@ def _padded(vocab: SourcedValue, args: argparse.Namespace) -> SourcedValue:
     return SourcedValue(padded, f"{vocab.source}, padded to a multiple of {multiple}: {padded}")
 
 
-def _agree(given: Any, derived: Any) -> bool:
-    if isinstance(given, float) and isinstance(derived, int | float):
-        return math.isclose(given, derived, rel_tol=1e-6)
-    return given == derived
+def _agree(given: Any, tp_facts: Any) -> bool:
+    if isinstance(given, float) and isinstance(tp_facts, int | float):
+        return math.isclose(given, tp_facts, rel_tol=1e-6)
+    return given == tp_facts
 
 
-def _contradictions(derived: Mapping[str, SourcedValue], given: Mapping[str, GivenFlag]) -> list[str]:
+def _contradictions(tp_facts: Mapping[str, SourcedValue], given: Mapping[str, GivenFlag]) -> list[str]:
     lines = []
     for dest, flag in given.items():
         # --group-query-attention only says that --num-query-groups counts.
         implied = dest == "group_query_attention" and "num_query_groups" in given
-        if dest in derived and not implied and not _agree(flag.value, derived[dest].value):
-            lines.append(f"{flag}, but {derived[dest].source}")
+        if dest in tp_facts and not implied and not _agree(flag.value, tp_facts[dest].value):
+            lines.append(f"{flag}, but {tp_facts[dest].source}")
     return lines
 
 
@@ -297,13 +297,13 @@ def _size_conflicts(
     config: PretrainedConfig,
     sequence: int | None,
     vocab: SourcedValue,
-    derived: Mapping[str, SourcedValue],
+    tp_facts: Mapping[str, SourcedValue],
 ) -> list[str]:
     lines = []
-    longest = derived["max_position_embeddings"]
+    longest = tp_facts["max_position_embeddings"]
     if sequence and longest.value and sequence > longest.value:
         field = longest.source.partition(" ")[0]
-        learned = derived["position_embedding_type"].value == "learned_absolute"
+        learned = tp_facts["position_embedding_type"].value == "learned_absolute"
         way = (
             "the model has a learned table of positions, and no rows for more"
             if learned

@@ -91,7 +91,7 @@ def expert_conflicts(args: Namespace) -> list[str]:
 
 
 def expert_arguments(
-    args: Namespace, config: PretrainedConfig, objective: Objective, derived: Mapping[str, SourcedValue]
+    args: Namespace, config: PretrainedConfig, objective: Objective, tp_facts: Mapping[str, SourcedValue]
 ) -> dict[str, SourcedValue]:
     """Returns the ``args`` of experts that Megatron needs; empty where the model has no experts.
 
@@ -105,7 +105,7 @@ def expert_arguments(
         return {}
     path, count = next(iter(experts.items()))
     layers = {int(part) for name in experts for part in [p for p in name.split(".") if p.isdigit()][:1]}
-    pattern = [int(layer in layers) for layer in range(derived["num_layers"].value)]
+    pattern = [int(layer in layers) for layer in range(tp_facts["num_layers"].value)]
     found = {
         "num_experts": SourcedValue(count, f"{path} has {count}"),
         "moe_layer_freq": SourcedValue(pattern, "the HF config says which layers have experts"),
@@ -116,6 +116,6 @@ def expert_arguments(
         found["moe_router_load_balancing_type"] = SourcedValue("none", "--moe-aux-loss-coeff is not given")
     if args.moe_router_enable_expert_bias:  # the plan refuses it where the model's routers have none
         found["moe_router_score_function"] = SourcedValue("sigmoid", "Megatron wants it with an expert bias")
-    if "ffn_hidden_size" in derived:
-        found["moe_ffn_hidden_size"] = derived["ffn_hidden_size"]
+    if "ffn_hidden_size" in tp_facts:
+        found["moe_ffn_hidden_size"] = tp_facts["ffn_hidden_size"]
     return found

@@ -84,7 +84,7 @@ def make_loss(
         return DefinitionLoss(plan.structure.loss_labels, shape, last=last)
     head = definition.get_output_embeddings()
     path = "" if head is None else path_of(definition, head)
-    sharded = plan.cuts.get(path) == "column" and path not in plan.derived.gather
+    sharded = plan.cuts.get(path) == "column" and path not in plan.tp_facts.gather
     vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
     return VocabParallelLoss(vocabulary, sharded, group)
 

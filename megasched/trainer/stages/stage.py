@@ -158,9 +158,9 @@ def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
 _Places = list[tuple[StageInput, OutputRef]]
 
 
-def _by_module(structure: LayerStack, sides: tuple[StageInput, ...]) -> dict[str, _Places]:
+def _by_module(structure: LayerStack, stage_inputs: tuple[StageInput, ...]) -> dict[str, _Places]:
     found: dict[str, _Places] = defaultdict(list)
-    for side in sides:
+    for side in stage_inputs:
         for place in side.places:
             found[place.path].append((side, place))
     return found
@@ -193,7 +193,7 @@ def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffe
     The hooks are on modules inside the layer. These are made to return what was received, and are called.
     """
     recorded = []
-    for inner, places in _by_module(structure, structure.sides).items():
+    for inner, places in _by_module(structure, structure.stage_inputs).items():
         if inner.startswith(path + "."):
             recorded.append((model.get_submodule(inner), places))
             wrap_forward(recorded[-1][0], _return_received(places, wire))
@@ -213,7 +213,7 @@ def _return_received(places: _Places, wire: StageBuffers) -> Callable[[Forward],
 def _pass_through(
     structure: LayerStack, path: str, wire: StageBuffers, replay: Callable[[], None]
 ) -> Callable[[Forward], Forward]:
-    slot, places = structure.slot, _by_module(structure, structure.sides)[path]
+    slot, places = structure.slot, _by_module(structure, structure.stage_inputs)[path]
 
     def wrapper(forward: Forward) -> Forward:
         def passed(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ def _dummy(
     structure: LayerStack, path: str, shapes: Any, wire: StageBuffers, dtype: torch.dtype
 ) -> Callable[[Forward], Forward]:
     """Makes a module return zeros of the shapes that the real one would; some definitions write into them."""
-    places = _by_module(structure, structure.sides)[path]
+    places = _by_module(structure, structure.stage_inputs)[path]
 
     def zeros(shape: Any) -> Any:
         if not isinstance(shape, Shape):

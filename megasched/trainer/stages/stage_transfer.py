@@ -129,11 +129,11 @@ class BoundaryCodec:
         sizes = list(hidden.sizes(batch, length))
         if self.parts > 1:
             sizes[1] //= self.parts
-        sides = self.structure.stage_inputs_at(boundary)
-        found = self._measure(batch, length) if sides else {}
+        stage_inputs = self.structure.stage_inputs_at(boundary)
+        found = self._measure(batch, length) if stage_inputs else {}
         return (
             PackedTensor(tuple(sizes), hidden.run_dtype(self.dtype)),
-            *(self._local(side, found[side.places[0]]) for side in sides),
+            *(self._local(side, found[side.places[0]]) for side in stage_inputs),
         )
 
     def _local(self, side: StageInput, whole: torch.Tensor) -> PackedTensor:
@@ -150,12 +150,12 @@ class BoundaryCodec:
 
     def send(self, boundary: int, wire: StageBuffers, hidden: torch.Tensor) -> torch.Tensor:
         """Packs the hidden state and the sides that a cut takes into [s, b, w], which is no view."""
-        sides = self.structure.stage_inputs_at(boundary)
-        missing = [side.places[0].path for side in sides if side not in wire.values]
+        stage_inputs = self.structure.stage_inputs_at(boundary)
+        missing = [side.places[0].path for side in stage_inputs if side not in wire.values]
         assert not missing, f"nothing was taken of {missing}"
-        tensors = [hidden, *(wire.values[side] for side in sides)]
+        tensors = [hidden, *(wire.values[side] for side in stage_inputs)]
         pieces = self.pieces(boundary, wire.batch, wire.length)
-        names = ["the hidden state", *(side.places[0].path for side in sides)]
+        names = ["the hidden state", *(side.places[0].path for side in stage_inputs)]
         for name, tensor, piece in zip(names, tensors, pieces, strict=True):
             if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
                 what = f"{name} crosses the cut before layer {boundary} as {tensor.dtype} {list(tensor.shape)}"
@@ -166,9 +166,9 @@ class BoundaryCodec:
 
     def receive(self, boundary: int, wire: StageBuffers, packed: torch.Tensor) -> None:
         """Unpacks [s, b, w] into the hidden state and the sides of a cut."""
-        hidden, *sides = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
+        hidden, *stage_inputs = _Unpack.apply(packed, self.pieces(boundary, wire.batch, wire.length))
         wire.received = hidden
-        wire.values.update(zip(self.structure.stage_inputs_at(boundary), sides, strict=True))
+        wire.values.update(zip(self.structure.stage_inputs_at(boundary), stage_inputs, strict=True))
         wire.values.update((side, hidden) for side in self.structure.stage_inputs_in_hidden(boundary))
 
 

@@ -64,7 +64,7 @@ def why_not_alone(model: nn.Module, structure: LayerStack) -> str:
         return ""
     stage = _StageRun(probe, structure, start)
     try:
-        stage.run_as_stage(whole.hidden, whole.sides)
+        stage.run_as_stage(whole.hidden, whole.stage_inputs)
     except ScheduleError as error:
         problem = error.problems[0]
         return f"{problem.module or 'the model'} needs what layers of earlier stages leave to it ({problem.what})"
@@ -103,7 +103,7 @@ class _StageRun(ScalarAnswers):
     Attributes:
         done: (module, operation, its numbers, shapes of its outputs).
         hidden: hidden state that the layer is handed; None until it runs.
-        sides: other tensors that cross the boundary before it.
+        stage_inputs: other tensors that cross the boundary before it.
     """
 
     def __init__(self, model: nn.Module, structure: LayerStack, start: int) -> None:
@@ -111,9 +111,9 @@ class _StageRun(ScalarAnswers):
         self.model, self.structure, self.start = model, structure, start
         self.done: list[tuple[str, str, tuple[Any, ...], Any]] = []
         self.hidden: torch.Tensor | None = None
-        self.sides: dict[StageInput, torch.Tensor] = {}
+        self.stage_inputs: dict[StageInput, torch.Tensor] = {}
         self.stack: list[tuple[str, Any, Any]] = []
-        places = (place.path for side in structure.sides for place in side.places)
+        places = (place.path for side in structure.stage_inputs for place in side.places)
         self.watched = {*structure.layer_paths(), *places}
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,10 +130,10 @@ class _StageRun(ScalarAnswers):
         with hooks, loss_given(self.model, calls_loss=self.structure.calls_loss):
             run_on_meta(self.model, inputs or self._inputs(), self)
 
-    def run_as_stage(self, hidden: torch.Tensor, sides: Mapping[StageInput, torch.Tensor]) -> None:
+    def run_as_stage(self, hidden: torch.Tensor, stage_inputs: Mapping[StageInput, torch.Tensor]) -> None:
         """Runs the forward of the stage that begins with the layer."""
         stage = Stage(self.start, self.structure.count, first=False, last=True)
-        wire = StageBuffers(hidden.clone(), dict(sides), _BATCH, _LENGTH, torch.device("meta"), open=True)
+        wire = StageBuffers(hidden.clone(), dict(stage_inputs), _BATCH, _LENGTH, torch.device("meta"), open=True)
         with torch.device("meta"):  # also for zeros in the place of what lives elsewhere
             hollow_out_stage(self.model, self.structure, stage, wire, torch.float32)
         set_entry(self.model, self.structure, stage, wire)
@@ -156,4 +156,4 @@ class _StageRun(ScalarAnswers):
             place = side.places[0]
             if place.path == path:
                 with suppress(LookupError, TypeError):  # a hollow module of a stage returns no such thing
-                    self.sides[side] = place.tensor(args, kwargs, output)
+                    self.stage_inputs[side] = place.tensor(args, kwargs, output)

@@ -89,7 +89,7 @@ def test_what_is_recorded_and_read_after_the_layers_is_a_side(hooked):
     structure = find_layer_stack(Model("read", hooked))
     assert structure.uncuttable == ""
     assert structure.recorded == tuple(place(index) for index in hooked)
-    assert [(side.made, side.read, side.places) for side in structure.sides] == [
+    assert [(side.made, side.read, side.places) for side in structure.stage_inputs] == [
         (index, 3, (place(index),)) for index in hooked
     ]
     assert [len(structure.stage_inputs_at(boundary)) for boundary in (1, 2)] == [
@@ -108,7 +108,7 @@ def test_it_is_measured():
 def test_what_nothing_reads_is_no_side():
     structure = find_layer_stack(Model("unread"))
     assert structure.recorded == tuple(place(index) for index in range(3))
-    assert (structure.sides, structure.uncuttable) == ((), "")
+    assert (structure.stage_inputs, structure.uncuttable) == ((), "")
 
 
 AFTER = "what comes after the layers"

@@ -132,15 +132,15 @@ SIDES = {
 @pytest.mark.parametrize("form", SIDES)
 def test_sides(form):
     structure = find_layer_stack(Model(form))
-    assert [(side.made, side.read, side.places) for side in structure.sides] == SIDES[form]
+    assert [(side.made, side.read, side.places) for side in structure.stage_inputs] == SIDES[form]
     assert structure.uncuttable == ""
-    for side in structure.sides:
+    for side in structure.stage_inputs:
         assert [b for b in range(5) if side.crosses(b)] == list(range(side.made + 1, side.read + 1))
 
 
 def test_the_hidden_state_is_no_side_where_it_is_what_is_sent():
     structure = find_layer_stack(Model("state"))
-    (side,) = structure.sides
+    (side,) = structure.stage_inputs
     assert [structure.stage_inputs_at(boundary) for boundary in range(5)] == [(), (), (side,), (side,), ()]
     assert [structure.stage_inputs_in_hidden(boundary) for boundary in (1, 2)] == [(side,), ()]
     assert structure.token_ids is None
@@ -197,5 +197,5 @@ def test_sides_are_measured_at_the_sizes_of_a_run():
     structure = find_layer_stack(model)
     measured = measure_stage_inputs(model, structure, 3, 17, torch.bfloat16)
     assert {place: (tuple(t.shape), t.dtype) for place, t in measured.items()} == {
-        side.places[0]: ((3, 17), torch.int64) for side in structure.sides
+        side.places[0]: ((3, 17), torch.int64) for side in structure.stage_inputs
     }

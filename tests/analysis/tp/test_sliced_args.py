@@ -60,7 +60,7 @@ class Toy(nn.Module):
         return CausalLMOutput(logits=self.head(x))
 
 
-def derived(make, use):
+def tp_facts(make, use):
     with torch.device("meta"):
         model = Toy(make, use)
     structure = find_layer_stack(model)
@@ -124,7 +124,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_argument_for_all_heads_is_cut(case):
     make, use, (dim, count) = CASES[case]
-    found = derived(make, use)
+    found = tp_facts(make, use)
     assert found.gather == set()
     assert found.problems == []
     assert found.parts == {
@@ -149,13 +149,13 @@ WHOLE = {
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_cannot_be_cut_has_the_columns_gathered(case):
-    found = derived(*WHOLE[case])
+    found = tp_facts(*WHOLE[case])
     assert found.parts == {}
     assert found.gather == {"layers.0.mixer.up", "layers.1.mixer.up"}
 
 
 def test_the_same_for_all_heads_needs_no_part():
-    found = derived(ones("b", 1, "s", 1), add)
+    found = tp_facts(ones("b", 1, "s", 1), add)
     assert (found.parts, found.gather) == ({}, set())
 
 

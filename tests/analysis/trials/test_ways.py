@@ -133,7 +133,16 @@ def test_a_long_sequence_is_looked_at_at_the_shortest_length_that_goes_its_way(l
 
 def test_every_fact_of_a_way_is_joined():
     known = joined_ways._OF_ANY | joined_ways._BY_MODULE | {"other_calls"}
-    known |= {"parts", "read_elsewhere", "sides", "cut_sizes", "without_rule", "shared", "problems", "calls"}
+    known |= {
+        "parts",
+        "read_elsewhere",
+        "stage_inputs",
+        "cut_sizes",
+        "without_rule",
+        "shared",
+        "problems",
+        "calls",
+    }
     assert {field.name for field in fields(TpFacts)} == known
 
 
@@ -160,7 +169,7 @@ OF_WIDTH = [
 )
 def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
     plan = planned(tmp_path, (BY_VALUES | BY_LENGTH)[name], "tp2")
-    assert {path for path in plan.derived.gather if path.endswith(("gate_proj", "up_proj"))}
+    assert {path for path in plan.tp_facts.gather if path.endswith(("gate_proj", "up_proj"))}
 
 
 @pytest.mark.parametrize(
@@ -194,13 +203,13 @@ def test_what_no_rank_could_know_is_refused(name, layout, words, tmp_path):
 @pytest.mark.parametrize("name", ["by the largest", "how many", "a list", "a tensor of a number"])
 def test_modules_that_ask_of_a_part_of_a_sequence_get_it_whole(name, tmp_path):
     plan = planned(tmp_path, BY_VALUES[name], "cp2")
-    assert set(plan.sequence.regions) == {f"model.layers.{index}.mlp" for index in range(4)}
+    assert set(plan.cp_facts.regions) == {f"model.layers.{index}.mlp" for index in range(4)}
 
 
 @pytest.mark.parametrize("name", ["places of another length", "zeros as long", "a table of it"])
 def test_modules_that_make_something_as_long_get_the_sequence_whole(name, tmp_path):
     plan = planned(tmp_path, BY_LENGTH[name], "sp2")
-    assert {f"model.layers.{index}.mlp" for index in range(4)} <= set(plan.derived.regions)
+    assert {f"model.layers.{index}.mlp" for index in range(4)} <= set(plan.tp_facts.regions)
 
 
 def test_checks_of_the_ids_are_no_hindrance(tmp_path):

@@ -59,7 +59,7 @@ def check(case: Case, layout: ParallelDims) -> Verdict:
     cut = False
     try:
         scheduled = _scheduled(model, layout)
-        cut = layout.tp > 1 and not scheduled.plan.derived.gather
+        cut = layout.tp > 1 and not scheduled.plan.tp_facts.gather
         why = _differences(_step(scheduled, model, layout), want)
         if why:  # it may be rounding, of which there is little in float64
             exact = _scheduled(model, layout, torch.float64)

@@ -255,8 +255,8 @@ FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_derived_values(family: str) -> None:
     hf_config, expected = FAMILIES[family]
-    derived = derive_megatron_args(hf_config)
-    assert {dest: derived.get(dest) for dest in expected} == expected
+    tp_facts = derive_megatron_args(hf_config)
+    assert {dest: tp_facts.get(dest) for dest in expected} == expected
 
 
 def test_rope_scaling_of_llama3_is_told_to_megatron() -> None:
@@ -268,9 +268,9 @@ def test_rope_scaling_of_llama3_is_told_to_megatron() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    derived = derive_megatron_args(config("llama", **SMALL, rope_parameters=rope))
-    assert derived["use_rope_scaling"] is True
-    assert derived["rope_scaling_factor"] == 4.0
+    tp_facts = derive_megatron_args(config("llama", **SMALL, rope_parameters=rope))
+    assert tp_facts["use_rope_scaling"] is True
+    assert tp_facts["rope_scaling_factor"] == 4.0
 
 
 def test_deriving_leaves_the_config_alone() -> None:
@@ -281,9 +281,9 @@ def test_deriving_leaves_the_config_alone() -> None:
 
 
 def test_sources_name_the_field_as_config_json_spells_it() -> None:
-    derived = derive(config("gpt2", **GPT2))
-    assert derived["hidden_size"].source == "n_embd = 48"
-    assert derived["position_embedding_type"].source == "transformer.wpe is a table of positions"
+    tp_facts = derive(config("gpt2", **GPT2))
+    assert tp_facts["hidden_size"].source == "n_embd = 48"
+    assert tp_facts["position_embedding_type"].source == "transformer.wpe is a table of positions"
 
 
 def test_a_model_that_transformers_can_not_build_is_a_config_error() -> None:

@@ -19,8 +19,10 @@ TENSORS = {  # [b, s] = [2, 6]
 }
 
 
-def packing(dtype=torch.float32, dims=("b", "s", 8), sides=tuple(TENSORS), **more):
-    structure = LayerStack("layers", 4, HiddenStateArg(0, None), sides=sides, hidden=Shape(dims, torch.float32))
+def packing(dtype=torch.float32, dims=("b", "s", 8), stage_inputs=tuple(TENSORS), **more):
+    structure = LayerStack(
+        "layers", 4, HiddenStateArg(0, None), stage_inputs=stage_inputs, hidden=Shape(dims, torch.float32)
+    )
     made = BoundaryCodec(torch.nn.Module(), structure, dtype, **more)
     made.measured[made.dtype, 2, 6] = {side.places[0]: tensor.to("meta") for side, tensor in TENSORS.items()}
     return made
@@ -80,13 +82,13 @@ def test_what_is_cut_is_sent_as_it_is_on_each_rank():
 
 
 def test_when_packing_is_needed():
-    assert not packing(sides=()).needed([1, 2])
-    assert not packing(sides=()).needed([])
+    assert not packing(stage_inputs=()).needed([1, 2])
+    assert not packing(stage_inputs=()).needed([])
     assert packing().needed([1])
     assert not packing().needed([])
-    assert not packing(sides=(KEYS,)).needed([3])
-    assert packing(sides=(), dims=("s", "b", 8)).needed([1])
-    assert packing(sides=(), dims=("b", "s", 4, 8)).needed([1])
+    assert not packing(stage_inputs=(KEYS,)).needed([3])
+    assert packing(stage_inputs=(), dims=("s", "b", 8)).needed([1])
+    assert packing(stage_inputs=(), dims=("b", "s", 4, 8)).needed([1])
 
 
 def test_another_shape_than_planned_is_refused():
@@ -107,18 +109,18 @@ def test_the_hidden_state_alone():
 def test_parts_of_sequences_go_along_a_plain_hidden_state_with_what_hooks_recorded():
     """Of other sides it is not known how a part of a sequence has them."""
     logits = StageInput(0, 4, (OutputRef("layers.0.router", 0),))
-    for sides, known in (((), True), ((logits,), True), ((logits, KEYS), False)):
-        pack = packing(sides=sides)
+    for stage_inputs, known in (((), True), ((logits,), True), ((logits, KEYS), False)):
+        pack = packing(stage_inputs=stage_inputs)
         pack.structure.recorded = logits.places
         assert pack.sends_local_sequences([1, 2]) is known
-        assert pack.needed([1, 2]) is bool(sides)
-    assert not packing(dims=("s", "b", 8), sides=()).sends_local_sequences([1])
+        assert pack.needed([1, 2]) is bool(stage_inputs)
+    assert not packing(dims=("s", "b", 8), stage_inputs=()).sends_local_sequences([1])
 
 
 def test_there_is_room_for_batches_of_other_rows_than_in_training():
     """A bias of positions has as many bytes for one row as for four."""
     bias = StageInput(0, 2, (OutputRef("layers.0", 0, "bias"),))
-    pack = packing(sides=(bias,))
+    pack = packing(stage_inputs=(bias,))
     tensor = torch.randn(1, 4, 6, 6)
     for rows in (1, 4):
         pack.measured[pack.dtype, rows, 6] = {bias.places[0]: tensor.to("meta")}
