@@ -65,12 +65,12 @@ class Adapter:
     roles: Mapping[str, str] | None = None
     packed: Mapping[str, Callable[[Any], tuple[int, ...]]] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    layer: LayerFacts | Callable[[nn.Module], LayerSpec | str] | None = None
-    attention: AttentionFacts | Callable[[nn.Module], AttentionSpec | str] | None = None
-    moe: MoeFacts | Callable[[nn.Module], MoeSpec | str] | None = None
-    mlps: Callable[[nn.Module], Mapping[str, MlpSpec | str]] = read_mlps
-    block: InitVar[Callable[[nn.Module], LayerSpec | str] | None] = None
-    mixture: InitVar[Callable[[nn.Module], MoeSpec | str] | None] = None
+    layer: LayerFacts | Callable[[nn.Module], LayerSpec | Declined | str] | None = None
+    attention: AttentionFacts | Callable[[nn.Module], AttentionSpec | Declined | str] | None = None
+    moe: MoeFacts | Callable[[nn.Module], MoeSpec | Declined | str] | None = None
+    mlps: Callable[[nn.Module], Mapping[str, MlpSpec | Declined | str]] = read_mlps
+    block: InitVar[Callable[[nn.Module], LayerSpec | Declined | str] | None] = None
+    mixture: InitVar[Callable[[nn.Module], MoeSpec | Declined | str] | None] = None
 
     def __post_init__(self, block: Any, mixture: Any) -> None:
         if self.roles is None and (self.packed or self.local_attributes):
@@ -90,9 +90,9 @@ class Adapter:
         attention = self._attention(model)
         return replace(
             read_plan(model) if self.roles is None else self._read_globs(model, self.roles),
-            layer=_or_declined(self._layer(model, attention)),
-            attention=_or_declined(attention),
-            moe=_or_declined(self._moe(model)),
+            layer=self._layer(model, attention),
+            attention=attention,
+            moe=self._moe(model),
             mlps={path: _or_declined(mlp) for path, mlp in self.mlps(model).items()},
         )
 
@@ -120,26 +120,26 @@ class Adapter:
             )
         return found
 
-    def _attention(self, model: nn.Module) -> AttentionSpec | str:
+    def _attention(self, model: nn.Module) -> AttentionSpec | Declined:
         model_type = model.config.model_type
         facts = self._or_of_family("attention", model_type)
         if facts is None:
-            return f"no attention is known for model type {model_type!r}"
-        return read_attention(model, facts) if isinstance(facts, AttentionFacts) else facts(model)
+            return Declined(f"no attention is known for model type {model_type!r}")
+        return read_attention(model, facts) if isinstance(facts, AttentionFacts) else _or_declined(facts(model))
 
-    def _layer(self, model: nn.Module, attention: AttentionSpec | str) -> LayerSpec | str:
+    def _layer(self, model: nn.Module, attention: AttentionSpec | Declined) -> LayerSpec | Declined:
         model_type = model.config.model_type
         facts = self._or_of_family("layer", model_type)
         if facts is None:
-            return f"no block is known for model type {model_type!r}"
-        return read_layer(model, facts, attention) if isinstance(facts, LayerFacts) else facts(model)
+            return Declined(f"no block is known for model type {model_type!r}")
+        return read_layer(model, facts, attention) if isinstance(facts, LayerFacts) else _or_declined(facts(model))
 
-    def _moe(self, model: nn.Module) -> MoeSpec | str:
+    def _moe(self, model: nn.Module) -> MoeSpec | Declined:
         model_type = text_config(model.config).model_type
         facts = self._or_of_family("moe", model_type)
         if facts is None:
-            return f"no mixture is known for model type {model_type!r}"
-        return read_moe(model, facts) if isinstance(facts, MoeFacts) else facts(model)
+            return Declined(f"no mixture is known for model type {model_type!r}")
+        return read_moe(model, facts) if isinstance(facts, MoeFacts) else _or_declined(facts(model))
 
     def _or_of_family(self, name: str, model_type: str) -> Any:
         own = getattr(self, name)
@@ -147,7 +147,7 @@ class Adapter:
 
 
 def _or_declined(found: Any) -> Any:
-    """Returns a reason as ``Declined``, and a spec unchanged."""
+    """Returns what an adapter's own function gave, which may say its reason as a plain string."""
     return Declined(found) if isinstance(found, str) else found
 
 

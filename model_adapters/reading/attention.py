@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, MlaSpec
 from megasched.model_adapters.reading.stock import why_altered
 
@@ -60,14 +61,14 @@ class AttentionFacts:
     mla: bool = False
 
 
-def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | str:
+def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | Declined:
     """Returns the spec of attention in a definition's layers, or the reason why Megatron's can't replace it."""
     config: Any = model.config
     differs = dict(facts.differs)
     if getattr(config, "position_embedding_type", "rope") != "rope":
         differs["rotary"] = ""
     if reason := _why_not(config, model, facts, differs.get("rotary", AttentionSpec.rotary)):
-        return reason
+        return Declined(reason)
     attention = AttentionSpec(
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
@@ -81,13 +82,13 @@ def read_attention(model: nn.Module, facts: AttentionFacts) -> AttentionSpec | s
     )
     layers = layers_with(attention, model)
     if not layers:
-        return f"no layer has {attention.out}"
+        return Declined(f"no layer has {attention.out}")
     if reason := why_altered(model, [f"{layer}.{attention.module}" for layer in layers], around=True):
-        return reason
+        return Declined(reason)
     if attention.mla is not None:  # which has scales of its own
         return attention
     normed = _with_norms(attention, model, layers)
-    return normed if isinstance(normed, str) else _with_scales(normed, model, layers)
+    return normed if isinstance(normed, Declined) else _with_scales(normed, model, layers)
 
 
 def layers_with(attention: AttentionSpec, model: nn.Module) -> list[str]:
@@ -102,7 +103,7 @@ def norm_eps(norm: Any) -> float:
     return norm.eps if found is None else found
 
 
-def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
+def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | Declined:
     """Adds the norms of heads, if any, and their epsilon; returns the reason if Megatron has no such norms."""
     first = dict(model.get_submodule(layers[0]).named_parameters())
     names = next((pair for pair in HEAD_NORMS if f"{pair[0]}.weight" in first), None)
@@ -112,16 +113,17 @@ def _with_norms(attention: AttentionSpec, model: nn.Module, layers: list[str]) -
     norms: list[Any] = [model.get_submodule(f"{layer}.{norm}") for layer in layers for norm in attention.norms]
     shape = list(norms[0].weight.shape)
     if shape != [attention.head_dim]:
-        return f"the weight of {attention.q_norm} is {shape}, and Megatron's norms are of one head, alike for all"
+        norm = f"the weight of {attention.q_norm} is {shape}"
+        return Declined(f"{norm}, and Megatron's norms are of one head, alike for all")
     return replace(attention, eps=norm_eps(norms[0]))
 
 
-def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | str:
+def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) -> AttentionSpec | Declined:
     """Adds the scales of attention and rotary positions; returns the reason if layers differ in one."""
     modules: list[Any] = [model.get_submodule(f"{layer}.{attention.module}") for layer in layers]
     scales = {module.scaling for module in modules}
     if len(scales) > 1:
-        return "layers scale their attention differently"
+        return Declined("layers scale their attention differently")
     scale = scales.pop()
     if abs(scale * attention.head_dim**0.5 - 1) > 1e-6:
         attention = replace(attention, softmax_scale=scale)
@@ -134,7 +136,7 @@ def _with_scales(attention: AttentionSpec, model: nn.Module, layers: list[str]) 
     prefixes = {name.removesuffix("inv_freq") for name in attention.frequencies} or {""}
     factors = {getattr(rotary, f"{prefix}attention_scaling") for prefix in prefixes}
     if len(factors) > 1:
-        return "layers scale their rotary positions differently"
+        return Declined("layers scale their rotary positions differently")
     return replace(attention, rotary_factor=factors.pop())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megasched.errors import Declined
 from megasched.language.module_specs import Activation, AttentionSpec, LayerSpec
 from megasched.model_adapters.reading.attention import layers_with, norm_eps, why_unwanted
 from megasched.model_adapters.reading.stock import why_altered
@@ -46,7 +47,7 @@ class LayerFacts:
     dropout: str = "residual_dropout"
 
 
-def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | str) -> LayerSpec | str:
+def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | Declined) -> LayerSpec | Declined:
     """Returns the spec of a definition's decoder layers, or the reason why Megatron's can't replace them.
 
     Args:
@@ -54,17 +55,19 @@ def read_layer(model: nn.Module, facts: LayerFacts, attention: AttentionSpec | s
     """
     config: Any = model.config
     reason = _why_not(config)
-    if reason or isinstance(attention, str):
-        return reason or str(attention)
+    if reason:
+        return Declined(reason)
+    if isinstance(attention, Declined):
+        return attention
     layer = LayerSpec(attention, hidden_dropout=getattr(config, facts.dropout, 0.0), **facts.differs)
     layer = replace(layer, mlp=replace(layer.mlp, activation=ACTIVATIONS[_activation(config)]))
     paths = layers_with(attention, model)
     if reason := why_altered(model, paths, around=True):
-        return reason
+        return Declined(reason)
     names = (*layer.norms, *attention.norms)
     epsilons = {norm_eps(model.get_submodule(f"{path}.{norm}")) for path in paths for norm in names}
     if len(epsilons) > 1:
-        return f"norms of a layer have different epsilons: {', '.join(map(str, sorted(epsilons)))}"
+        return Declined(f"norms of a layer have different epsilons: {', '.join(map(str, sorted(epsilons)))}")
     return replace(layer, attention=replace(attention, eps=epsilons.pop()))
 
 

@@ -19,26 +19,27 @@ from torch.nn import functional as F
 from megasched.definition.instances import computes, tree_state, tried_once
 from megasched.definition.linears import is_linear, output_axis
 from megasched.definition.undisturbed import undisturbed
+from megasched.errors import Declined
 from megasched.language.module_specs import ACTIVATIONS, MlpSpec
 
 # Sizes of the copy: of the hidden state, and inside.
 _HIDDEN, _INSIDE = 6, 10
 
 
-def read_mlps(model: nn.Module) -> dict[str, MlpSpec | str]:
+def read_mlps(model: nn.Module) -> dict[str, MlpSpec | Declined]:
     """Returns each module that looks like an MLP by its path: its spec, or why Megatron's can't replace it.
 
     Such a module is in a list of layers, and consists of two or three linears without other parameters.
     """
-    found: dict[str, MlpSpec | str] = {}
-    known: dict[Any, MlpSpec | str] = {}
+    found: dict[str, MlpSpec | Declined] = {}
+    known: dict[Any, MlpSpec | Declined] = {}
     for path, module in model.named_modules():
         name = _name_in_layer(path)
         linears = _linears(module) if name else {}
         if not linears:
             continue
         mlp = tried_once(known, tree_state(module), partial(_tried, module, linears))
-        found[path] = mlp if isinstance(mlp, str) else _under(name, mlp)
+        found[path] = mlp if isinstance(mlp, Declined) else _under(name, mlp)
     return found
 
 
@@ -61,10 +62,10 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     return found if len(found) in (2, 3) and not others else {}
 
 
-def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str:
+def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | Declined:
     """Returns the spec of an MLP in names relative to it, or the reason why Megatron's can't replace it."""
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
-        return "it drops out in training, and Megatron's does not"
+        return Declined("it drops out in training, and Megatron's does not")
     reason = "it computes something else than Megatron's"
     with undisturbed(module), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         for mlp in _forms(linears):
@@ -82,7 +83,7 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | str
                 form = replace(mlp, activation=activation)
                 if computes(small, partial(_computed, small, form), _HIDDEN):
                     return form
-    return reason
+    return Declined(reason)
 
 
 def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from megasched.definition.build import text_config
 from megasched.definition.experts import find_experts
+from megasched.errors import Declined
 from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.model_adapters.reading.stock import why_altered
 
@@ -49,23 +50,23 @@ class MoeFacts:
     with_scores: bool = False
 
 
-def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | str:
+def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | Declined:
     """Returns the spec of a definition's mixtures, or the reason why Megatron's can't replace them."""
     config: Any = text_config(model.config)
     paths = [experts.rpartition(".")[0] for experts in find_experts(model)]
     if not paths:
-        return "the model has no experts of the form that HF gives them"
+        return Declined("the model has no experts of the form that HF gives them")
     if reason := why_altered(model, paths):
-        return reason
+        return Declined(reason)
     routers: list[Any] = [model.get_submodule(f"{path}.{facts.router}") for path in paths]
     if len({router.top_k for router in routers}) > 1:
-        return "layers choose different numbers of experts"
+        return Declined("layers choose different numbers of experts")
     path, router = paths[0], routers[0]
     name, module = path.rpartition(".")[2], model.get_submodule(path)
     shared = facts.shared if hasattr(module, facts.shared) else ""
     grouped = _groups(router, config)
     if reason := _why_not(module, shared, config) or _why_not_routed(facts, router, grouped):
-        return reason
+        return Declined(reason)
     # What there is under these names.
     own = {"correction": facts.correction, "shared": shared, "shared_gate": facts.shared_gate}
     return MoeSpec(

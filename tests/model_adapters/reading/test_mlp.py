@@ -133,7 +133,7 @@ def test_forms_and_activations(make, expected):
 def test_others_are_told_apart(make, reason):
     found = found_in(make())
     assert set(found) == {"layers.0.ff"}
-    assert found["layers.0.ff"].startswith(reason)
+    assert found["layers.0.ff"].reason.startswith(reason)
 
 
 @pytest.mark.parametrize("make", [Scaled, lambda: Gated(nn.PReLU()), lambda: nn.Linear(H, H)])
