@@ -31,6 +31,8 @@ _WRITES = "_"  # ends the name of an operation that changes its operand
 class SequenceFlow(ScalarAnswers):
     """Follows the sequence dimension of every tensor in a run, and values made of one part of the sequence.
 
+    No tape tells: code sees a rank's part, by whose length it may go another way.
+
     Attributes:
         places: id of a tensor -> its sequence dimension.
         local: id of a tensor -> how its values came to depend on more than their own tokens.

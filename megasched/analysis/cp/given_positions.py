@@ -26,7 +26,7 @@ def takes_counted_positions(model: nn.Module) -> bool:
 
 
 class ValuesRun(ScalarAnswers):
-    """Runs a definition so that tensors that are not on meta keep their values.
+    """Runs a definition so that tensors that are not on meta keep their values, which a tape has none of.
 
     Attributes:
         met: operation, and values that were handed to it together with tensors on meta.

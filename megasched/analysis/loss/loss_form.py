@@ -217,7 +217,10 @@ def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
 
 
 class _OwnReads(ScalarAnswers):
-    """Notes the tensors that the model's own code reads, in operations outside of the modules taken for given."""
+    """Notes the tensors that the model's own code reads, in operations outside of the modules taken for given.
+
+    No tape tells: each run has the labels that are to be tried.
+    """
 
     def __init__(self, given_whole: list[bool]) -> None:
         super().__init__()

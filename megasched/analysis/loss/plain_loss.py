@@ -56,6 +56,8 @@ _MEAN = 1  # torch's number for that reduction
 class _LossRun(ScalarAnswers):
     """Notes how the output of a forward came about.
 
+    No tape tells: the loss is followed at several lengths and answers, with the modules around it standing still.
+
     Args:
         labels: the labels that it gets.
         answer: answer to its questions about values.

@@ -102,6 +102,8 @@ def _later(probe: nn.Module) -> Iterator[None]:
 class CallTrace(ScalarAnswers):
     """Runs a forward, and lists its operations.
 
+    No tape tells: what code keeps from call to call shows in later calls of the same model alone.
+
     Args:
         check: called with the tensors that an operation takes, before it is done.
 

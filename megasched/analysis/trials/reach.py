@@ -78,6 +78,8 @@ def find_reach(model: nn.Module, inputs: Mapping[str, Any], *, with_loss: bool) 
 class _ReachRun(ScalarAnswers):
     """Runs one forward, and finds the parameters that its loss depends on.
 
+    No tape tells: it runs with tokens of the real length, and walks autograd's graph, which a tape does not keep.
+
     Attributes:
         reached: identities of parameters; None if the forward failed.
         called: paths of the modules that ran.

@@ -231,6 +231,8 @@ class _TooManyOperations(BaseException):
 class _WayRun(ScalarAnswers):
     """Runs a forward, without the operations inside of attention through HF's registry.
 
+    No tape tells: each run has other answers or another length, and most are compared line by line and forgotten.
+
     Attributes:
         code_facts: its lines, its numbers and its questions.
         done: module, lines, name, numbers and output shapes of each operation; of a tensor made of numbers, those.

@@ -100,6 +100,8 @@ def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> s
 class _StageRun(ScalarAnswers):
     """Runs a forward and notes the operations from a layer on.
 
+    No tape tells: it runs once more without the layers before, as a stage does.
+
     Attributes:
         done: (module, operation, its numbers, shapes of its outputs).
         hidden: hidden state that the layer is handed; None until it runs.
