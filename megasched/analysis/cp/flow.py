@@ -15,6 +15,7 @@ from megasched.analysis.recording.backward_code import Function
 from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.recording.numbers import CONSTANTS, goes_by_numbers, numbers_in
+from megasched.analysis.recording.operators import draws, written
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials
@@ -128,8 +129,10 @@ class SequenceFlow(ScalarAnswers):
     ) -> None:
         partly = name.endswith(_WRITES) and self.shard_of(args[0]) is None
         found: list[ShardDim | None] = [None] * len(outputs)
-        with suppress(NeedsWhole):
-            found = follow(func, args, kwargs, outputs, self.shard_of)
+        # Numbers that are drawn into a tensor decide on something, and are those of the whole; but for a dropout.
+        if name == "bernoulli_" or not (draws(func, args, kwargs) and written(func, args, kwargs)):
+            with suppress(NeedsWhole):
+                found = follow(func, args, kwargs, outputs, self.shard_of)
         for tensor, along in zip(outputs, found, strict=True):
             if along is None:
                 origin = self._origin(f"{name.strip('_')} takes other tokens than its own")

@@ -82,6 +82,7 @@ MIXERS = {
     "a written part": lambda x: x.clone().index_fill_(1, torch.zeros(1, dtype=torch.long, device=x.device), 0.0),
     "a mask of its own": lambda x: torch.ones(x.shape[1], x.shape[1], device=x.device).tril() @ x,
     "the sorted tokens": lambda x: x.sort(dim=1).values,
+    "numbers that it draws": lambda x: x + torch.empty_like(x).exponential_().log(),  # Phi-MoE chooses experts so
     "a shifted copy": lambda x: x.clone().narrow(1, 0, 1).copy_(x[:, 1:2]).expand_as(x) + x,
 }
 
@@ -102,6 +103,7 @@ def test_a_module_that_mixes_tokens_is_run_on_the_whole_sequence(name):
         lambda x: x.flatten(0, 1).softmax(-1).view_as(x),
         lambda x: torch.where(x > 0, x, torch.zeros(x.shape[:2], device=x.device)[..., None]),
         lambda x: torch.cat([x[..., 1:], x[..., :1]], dim=-1),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.9),
     ],
 )
 def test_what_computes_each_token_by_itself_is_left_alone(function):
