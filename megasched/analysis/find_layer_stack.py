@@ -90,6 +90,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     probe = meta_copy(model)
     tape, calls_loss = _first_tape(probe)
     calls, code_facts = [*tape.calls()], code_facts_of(tape)
+    del tape  # its operations are many
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
@@ -101,6 +102,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     if found.loss_labels is not None:  # its loss may call more modules
         tape = record_tape(probe, inputs_of(probe, *SIZES[0], found.loss_labels), own_loss=True, lines=True)
         found.calls_loss, calls, code_facts = False, [*tape.calls()], code_facts_of(tape)
+        del tape
         of_layers = [call for call in calls if call.path in paths]
     found.trial, found.code_facts = trial_of(probe), code_facts
     found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
