@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.loss.loss_form import find_loss_form
-from megasched.analysis.notes.code_facts import code_facts_of
+from megasched.analysis.notes.code_facts import CodeFacts, code_facts_of
 from megasched.analysis.recording.meta_call import meta_copy, tensors_in
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.sites import Site
@@ -24,6 +24,7 @@ from megasched.analysis.recording.tape import Call, Tape
 from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.analysis.stages.hooked_outputs import find_recorded
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.stages.loss_labels import LossLabels
 from megasched.analysis.stages.output_refs import OutputRef, StageInput
 from megasched.analysis.stages.shapes import SIZES, FollowsNeither, shape_of
 from megasched.analysis.stages.stage_flow import StageFlow
@@ -40,10 +41,13 @@ def record_definition(probe: nn.Module, structure: LayerStack) -> Tape:
     return structure.record(probe, structure.inputs_for(probe, *SIZES[0]))
 
 
-def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
-    """Returns a tape up to the loss, and whether ``loss_function`` gets all logits, and the labels unchanged.
+type _First = tuple[list[Call], CodeFacts, bool]
 
-    Where it does not, the tape is of a whole forward without labels.
+
+def _first_calls(model: nn.Module) -> _First:
+    """Returns calls of modules up to the loss, the code facts, and whether ``loss_function`` gets all logits.
+
+    It has to get the labels as the forward did, too; where it does not, the forward runs without labels.
     """
     inputs = trial_of(model)
     with suppress(ScheduleError):  # a loss of its own may not take labels as long as these
@@ -51,8 +55,17 @@ def _first_tape(model: nn.Module) -> tuple[Tape, bool]:
         if (loss := tape.loss) is not None:
             labels = loss.args[0] if loss.args else loss.kwargs.get("labels")
             if loss.logits.shape[:-1] == SIZES[0] and labels is inputs["labels"]:
-                return tape, True
-    return record_tape(model, inputs_of(model, *SIZES[0]), own_loss=True, lines=True), False
+                return [*tape.calls()], code_facts_of(tape), True
+    return _calls_with(model, None)
+
+
+def _calls_with(model: nn.Module, labels: LossLabels | None) -> _First:
+    """Returns the same of a forward whose own code computes the loss of these labels, if there are any.
+
+    Its operations, of which there are many, are forgotten.
+    """
+    tape = record_tape(model, inputs_of(model, *SIZES[0], labels), own_loss=True, lines=True)
+    return [*tape.calls()], code_facts_of(tape), False
 
 
 def _stage_flow(tape: Tape, structure: LayerStack, layers: Sequence[str], outside: set[str]) -> StageFlow:
@@ -88,9 +101,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
         ScheduleError: no list of layers is called one after the other, or the model can't run on meta.
     """
     probe = meta_copy(model)
-    tape, calls_loss = _first_tape(probe)
-    calls, code_facts = [*tape.calls()], code_facts_of(tape)
-    del tape  # its operations are many
+    calls, code_facts, calls_loss = _first_calls(probe)
     layers, repeated = _find_layers(probe, calls)
     count = len(probe.get_submodule(layers))
     paths = {f"{layers}.{i}" for i in range(count)}
@@ -100,9 +111,7 @@ def find_layer_stack(model: nn.Module) -> LayerStack:
     with undisturbed(model):
         found.loss = find_loss_form(model, found)
     if found.loss_labels is not None:  # its loss may call more modules
-        tape = record_tape(probe, inputs_of(probe, *SIZES[0], found.loss_labels), own_loss=True, lines=True)
-        found.calls_loss, calls, code_facts = False, [*tape.calls()], code_facts_of(tape)
-        del tape
+        calls, code_facts, found.calls_loss = _calls_with(probe, found.loss_labels)
         of_layers = [call for call in calls if call.path in paths]
     found.trial, found.code_facts = trial_of(probe), code_facts
     found.called = () if [*dict.fromkeys(called)] == [*range(count)] else called
