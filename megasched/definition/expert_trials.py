@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import close, real_tensors, tree_state, tried_once
-from megasched.definition.undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _SCALES = (1.0, 1e-3, 30.0, 1e4)  # of tokens, so that clamps and branches are met
 _TOLERANCE = 1e-5  # of the largest number; HF's grouped products are of float32 at most
@@ -36,6 +36,10 @@ def why_not_apart(module: nn.Module) -> str:
 
 
 def _tried(module: nn.Module) -> str:
+    import torch
+
+    from megasched.definition.undisturbed import undisturbed
+
     if "forward" in vars(module):
         return "it has a forward that is not its class's"
     # A plan must not change what a run draws.
@@ -51,6 +55,8 @@ def _tried(module: nn.Module) -> str:
 
 def _small(module: Any) -> Any:
     """Returns a copy with as many experts but small, real parameters; its attributes are adjusted to the sizes."""
+    import torch
+
     own = {name: held for name, held in module._parameters.items() if held is not None}
     sizes = _small_sizes({length for held in own.values() for length in held.shape[1:]})
     generator = torch.Generator().manual_seed(0)
@@ -88,6 +94,8 @@ def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
 
     Tokens use all experts, the same ones, or one each.
     """
+    import torch
+
     chosen = min(3, experts)
     tokens = 2 * -(-experts // chosen)
     in_turn = (torch.arange(tokens * chosen) % experts).view(tokens, chosen)
@@ -102,6 +110,8 @@ def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
 
 
 def _why_not(small: Any, scale: float, index: torch.Tensor) -> str:
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     width = _width(small)
     hidden = scale * torch.randn(index.shape[0], width, generator=generator, dtype=torch.float32)
@@ -128,6 +138,8 @@ def _width(small: Any) -> int:
 
 
 def _gradients(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    import torch
+
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     found = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
     return [torch.zeros_like(of) if one is None else one for one, of in zip(found, sources, strict=True)]
@@ -135,6 +147,8 @@ def _gradients(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.
 
 def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the results of each half of the experts on each half of the tokens, pair by pair."""
+    import torch
+
     tokens, choices = index.shape
     pairs = torch.arange(tokens * choices)
     whole = hidden.new_zeros(tokens * choices, hidden.shape[1])

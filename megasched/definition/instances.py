@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from megasched.definition.undisturbed import undisturbed
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # Of the values that are tried, so that clamps and branches are met.
 _SCALES = (1.0, 1e-3, 30.0, 1e4)
@@ -46,6 +45,7 @@ def real_tensors() -> Iterator[None]:
     Plans are made under modes that give tensors no values, answer questions about them, and count operations;
     these are turned off.
     """
+    import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -102,6 +102,9 @@ def tried_once[T](known: dict[Any, T], state: Any, trial: Callable[[], T]) -> T:
 
 def small_copy(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Any:
     """Returns a copy of the instance with random parameters of other shapes, in float64 on the CPU."""
+    import torch
+    from torch import nn
+
     generator = torch.Generator().manual_seed(0)
     with real_tensors():
         made = {
@@ -131,6 +134,9 @@ def computes(
         scales: further scales of inputs that reveal differences, besides the standard ones.
         tolerance: relative; a module that casts to float32 needs a larger one.
     """
+    import torch
+
+    from megasched.definition.undisturbed import undisturbed
 
     if not calls_forward(small):  # hooks go where it goes, so its forward is tried
         return False
@@ -154,6 +160,8 @@ def _shapes(features: int) -> list[tuple[int, ...]]:
 
 def _takes(small: Any, shape: Sequence[int]) -> bool:
     """Returns whether the module accepts an input of this shape; no run gives it one that it fails on."""
+    import torch
+
     with suppress(Exception), torch.no_grad():  # of whatever kind, of the definition's code
         small.forward(torch.ones(*shape, dtype=torch.float64))
         return True
@@ -167,6 +175,8 @@ def _same(
     shape: Sequence[int],
     tolerance: float,
 ) -> bool:
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     x = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
     try:
@@ -182,6 +192,8 @@ def _same(
 
 
 def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
+    import torch
+
     sources = [x, *(held for held in small._parameters.values() if held is not None)]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
@@ -192,6 +204,8 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, tolerance: float
 
     A missing gradient (None) equals only a missing one.
     """
+    import torch
+
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or not torch.isfinite(other).all():

@@ -14,10 +14,8 @@ from megasched.language.records import Record, caller_source
 from megasched.language.registry import (
     Node,
     Primitive,
-    SubgraphRules,
     get_primitive,
     records_where,
-    register_subgraph_rules,
 )
 from megasched.language.subgraph import as_subgraph
 
@@ -49,9 +47,6 @@ def check_edit(primitive: Primitive, node: Node, arguments: Mapping[str, Any], s
         or _live_product(primitive, node, mine, source)
     )
     return [problem] if problem else []
-
-
-register_subgraph_rules(SubgraphRules(record_subgraph, check_edit))
 
 
 def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:

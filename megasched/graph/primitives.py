@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import takes_adapter
 from megasched.language.records import caller_source
-from megasched.language.registry import Node, Primitive, records_where, register_primitive
+from megasched.language.registry import (
+    Node,
+    Primitive,
+    SubgraphRules,
+    records_where,
+    register_primitive,
+    register_subgraph_rules,
+)
 from megasched.language.subgraph import Subgraph
 
 if TYPE_CHECKING:
@@ -229,3 +236,18 @@ def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list
         what = f"holds layers of several pipeline stages ({layout.pp}), and a graph can't be cut"
         return [Problem(what, node.path, source, "trace the layers, or modules in them")]
     return []
+
+
+def _record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:
+    from megasched.graph.edits import record_subgraph
+
+    return record_subgraph(primitive, node, value)
+
+
+def _check_edit(primitive: Primitive, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+    from megasched.graph.edits import check_edit
+
+    return check_edit(primitive, node, arguments, source)
+
+
+register_subgraph_rules(SubgraphRules(_record_subgraph, _check_edit))

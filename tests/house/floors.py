@@ -94,6 +94,7 @@ _IN_A_RANK = (
 )
 _SEAM = "heavy: torch and Megatron; who lists what a run changes in others' modules imports neither"
 _LISTED = "heavy: torch; who lists primitives, with their arguments, makes no graph"
+_LIGHT = "heavy: torch; who lists what a run changes in others' modules imports this file and tries nothing"
 _FORKED = "heavy: torch; the process that forks the ranks imports it once, when it is asked to"
 LATE: dict[str, str] = {
     "launch/jobs/check_process.py: launch/jobs/run_facts.py": _IN_A_RANK,
@@ -103,6 +104,8 @@ LATE: dict[str, str] = {
     "megasched/verify/trainer_run.py: launch/pretrain_gpt.py": _IN_A_RANK,
     "megasched/verify/trainer_run.py: launch/pretraining.py": _IN_A_RANK,
     "patches/host_cuda.py: patches/host_cuda_emulation.py": "heavy: torch; who lists patches imports it not",
+    "megasched/definition/expert_trials.py: megasched/definition/undisturbed.py": _LIGHT,
+    "megasched/definition/instances.py: megasched/definition/undisturbed.py": _LIGHT,
     "megasched/graph/primitives.py: megasched/graph/compilers.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/definition_graphs.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/edits.py": _LISTED,
