@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class SequenceFlow(ScalarAnswers):
         self.stack: list[RunningCall] = []
         self.inside: str | None = None
         self.open_regions = ExitStack()
-        self.silent = 0
         self.functions = FunctionTrials()
         self.packing = 0
 
@@ -154,7 +153,7 @@ class SequenceFlow(ScalarAnswers):
             return
         if isinstance(function, LibraryOperator) and op_rule(function.operator):
             return
-        with self._silently():
+        with self.silently():
             by_parts = self.functions.works_on_shards(function, args, output, self.shard_of)
         if not by_parts:
             origin = self._origin(f"the backward of {function.__name__} takes other tokens than its own")
@@ -280,11 +279,3 @@ class SequenceFlow(ScalarAnswers):
         if any(id(tensor) in self.places or self._origin_of(tensor) is not None for tensor in operands):
             what = "context parallelism: it needs the whole sequence, and reads a part that it is not handed"
             self._problem(self.inside or "", what, REMEDY)
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1

@@ -235,7 +235,7 @@ class SequenceRun(SequenceFlow):
     def _resized(self, tensor: torch.Tensor, along: ShardDim, factor: float) -> torch.Tensor:
         shape = list(tensor.shape)
         shape[along.dim] = round(shape[along.dim] * factor)
-        with self._silently():
+        with self.silently():
             return tensor.new_empty(shape)
 
     # calls that are known ----------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class SequenceRun(SequenceFlow):
     ) -> Any:
         """Stands in for attention through HF's registry, which gathers keys and values [b, heads, s, d]."""
         if self.inside:
-            with self._silently():
+            with self.silently():
                 return self.attention(module, query, key, value, attention_mask, *args, **kwargs)
         for tensor in (query, key, value):
             self._take_part(tensor, "attention")
@@ -278,13 +278,13 @@ class SequenceRun(SequenceFlow):
                 if (origin := self._origin_of(tensor)) is not None:
                     self._need(origin)
         self.plan.attention.add(self.stack[-1].path)
-        with self._silently():
+        with self.silently():
             output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         self._put(output, ShardDim(1))
         return output, None
 
     def _mask(self, function: Callable[..., Any], build: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        with self._silently():
+        with self.silently():
             mask = build()
         made_of = [t for t in closed_over(function) if id(t) in self.places or self._origin_of(t) is not None]
         if mask is not None and made_of:
@@ -295,5 +295,5 @@ class SequenceRun(SequenceFlow):
 
     def _loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._take_part(logits, "the loss")
-        with self._silently():
+        with self.silently():
             return logits.new_zeros(())

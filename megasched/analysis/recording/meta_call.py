@@ -51,9 +51,19 @@ class ScalarAnswers(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.answer, self.answers = answer, answers or {}
+        self.silent = 0  # how many ``silently`` are entered
         self._call = (results or MetaResults()).call
         tls_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
         self._undispatched = [keys() for keys in tls_of]  # of any dispatch
+
+    @contextmanager
+    def silently(self) -> Iterator[None]:
+        """Runs its body with ``silent`` above 0, by which a subclass knows that it is not to look."""
+        self.silent += 1
+        try:
+            yield
+        finally:
+            self.silent -= 1
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
         """Handles a question about the values of tensors, or about how many elements of a kind they have.

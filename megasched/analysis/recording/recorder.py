@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,10 +169,9 @@ class _Recorder(ScalarAnswers):
         self.draws = PythonDraws()
         self.real_attention = attention_interface.registered()
         self._running = _Running()
-        self._pausing = 0
 
     def _happened(self, name: str, *arguments: Any) -> None:
-        if not self._pausing:
+        if not self.silent:
             self.events.append((name, arguments))
 
     # operations -------------------------------------------------------------------------------------
@@ -181,12 +180,12 @@ class _Recorder(ScalarAnswers):
         changed = [(tensor, _lies(tensor)) for tensor in written(func, args, kwargs)]
         output = super().execute(func, args, kwargs)
         reshaped = [(tensor, lay) for tensor, lay in changed if _lies(tensor) != lay]
-        if reshaped and not self._pausing:
-            with self._paused():
+        if reshaped and not self.silent:
+            with self.silently():
                 before = {id(tensor): tensor.as_strided(*lay) for tensor, lay in reshaped}
             self.events, self.inputs = as_they_were((self.events, self.inputs), before)
             args, kwargs = as_they_were((args, kwargs), before)
-        if not self._pausing:
+        if not self.silent:
             tensors = tensors_in((args, kwargs)), tensors_in(output)
             self.events.append(("operation", (Operation(func, args, kwargs, output, *tensors, self._lines()),)))
         return output
@@ -322,16 +321,8 @@ class _Recorder(ScalarAnswers):
         return aliases, torch.utils._pytree.tree_unflatten(leaves, structure)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._paused():
+        with self.silently():
             return tensor.view_as(tensor)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._pausing += 1
-        try:
-            yield
-        finally:
-            self._pausing -= 1
 
 
 def _lies(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:

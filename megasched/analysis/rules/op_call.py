@@ -52,11 +52,6 @@ class OpCall:
         self.operands: list[torch.Tensor] = tensors_in((args, kwargs))
         self.cut = [(tensor, found) for tensor in self.operands if (found := along(tensor)) is not None]
 
-    @property
-    def name(self) -> str:
-        """Returns the operator's name in the schema, without an overload's."""
-        return str(self.func.overloadpacket.__name__)
-
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Returns all arguments by the names of the schema."""

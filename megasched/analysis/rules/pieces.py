@@ -36,15 +36,6 @@ def slice_(call: OpCall) -> ShardDim:
     return _between(along, x.shape[dim], start, end)
 
 
-@rule("narrow")
-def narrow(call: OpCall) -> ShardDim:
-    """Keeps a cut along another dimension; the length may count a rank's own places or those of the whole."""
-    x, along = call.only()
-    if call.dim(x) == along.dim:
-        raise NeedsWhole
-    return along
-
-
 @rule("split", "split_with_sizes")
 def split(call: OpCall) -> list[ShardDim]:
     """Follows the cut through pieces that lie one after the other along a dimension."""

@@ -23,9 +23,12 @@ def over_dims(call: OpCall) -> ShardDim:
     return replace(along, dim=along.dim - gone)
 
 
-@rule("glu")
-def halves(call: OpCall) -> ShardDim:
-    """Keeps a cut beside the dimension whose first half meets the second one."""
+@rule("glu", "narrow")
+def beside_dim(call: OpCall) -> ShardDim:
+    """Keeps a cut beside the one dimension that the operator needs whole.
+
+    The halves of ``glu`` meet; the length of ``narrow`` may count a rank's own places or those of the whole.
+    """
     x, along = call.only()
     if call.dim(x) == along.dim:
         raise NeedsWhole
@@ -45,7 +48,7 @@ def norm(call: OpCall) -> ShardDim:
 
 @rule("tril", "triu")
 def triangle(call: OpCall) -> ShardDim:
-    """Zeros come on one side of a diagonal of the last two dimensions."""
+    """Keeps a cut beside the last two dimensions, which hold the triangle."""
     x, along = call.only()
     if along.dim >= x.dim() - 2:
         raise NeedsWhole

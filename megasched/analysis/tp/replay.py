@@ -79,7 +79,7 @@ class Replay(ScalarAnswers):
 
     def __init__(self, call: ModuleCall, tp: int) -> None:
         super().__init__(answers=dict(call.answers))
-        self.expected, self.done, self.silent = call.results, 0, 0
+        self.expected, self.done = call.results, 0
         self.numbers, self.computed, self.tp = call.numbers, 0, tp
         self.made: dict[int, tuple[int, ...]] = {}
         # Tensors of one value everywhere, and whether they have another size than the whole.
@@ -127,7 +127,7 @@ class Replay(ScalarAnswers):
         self, real: Callable[..., Any], module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Stands in the registry of attention functions for ``real``, with a rank's part of the sinks."""
-        with self._silently():
+        with self.silently():
             sinks = kwargs.get("s_aux")
             if sinks is not None and sinks.dim() == 1:  # of which a rank takes those of its heads
                 kwargs["s_aux"] = sinks[: query.shape[1]]
@@ -135,16 +135,8 @@ class Replay(ScalarAnswers):
 
     def lose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands in for a definition's ``loss_function``."""
-        with self._silently():
+        with self.silently():
             return logits.new_zeros(())
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        self.silent += 1
-        try:
-            yield
-        finally:
-            self.silent -= 1
 
     def _compute(self, numbers: tuple[float, ...]) -> None:
         if self.numbers[self.computed : self.computed + 1] != (numbers,):
