@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
-from megasched.verify.parity import TOLERANCE, CheckedLayout, Outcome, compare
+from megasched.verify.parity import CheckedLayout, Outcome, compare
 from megasched.verify.reference import HfStep, hf_step
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests.parity.instances import instances_of
@@ -39,8 +39,11 @@ def step_of_own_code(
 
 
 def assert_equal(outcome: Outcome) -> None:
+    """Every number is within the tolerance, or as near to float64, where that was computed, as rounding allows.
+
+    Which it is depends on the processor: one sums in another order than the next.
+    """
     assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
 
 
 def step_making(folder, flags, schedule, kind):
@@ -84,16 +87,13 @@ def assert_first_step_equals_hf(ranks, folder, reports, tp, **options: bool):
         options: ``random_init``: the run began with weights at random, not with those in the folder;
             ``per_token``: its loss was that of tokens, not of micro-batches.
     """
-    outcome = compare(reports, unscheduled(ranks, folder, reports, **options), tp)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(compare(reports, unscheduled(ranks, folder, reports, **options), tp))
 
 
 def assert_first_step_equals_hf_by_rounding(ranks, folder, reports, tp):
     """The same as closely as the HF model in float32 equals itself in float64, as the matrix has it."""
     expected, exact = (unscheduled(ranks, folder, reports, in_float64=double) for double in (False, True))
-    outcome = compare(reports, expected, tp, exact)
-    assert outcome.verdict == "equal", outcome.why
+    assert_equal(compare(reports, expected, tp, exact))
 
 
 def assert_same_losses(reports, expected):

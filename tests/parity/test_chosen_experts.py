@@ -7,11 +7,12 @@ import pytest
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
-from megasched.verify.parity import TOLERANCE, compare
+from megasched.verify.parity import compare
 from megasched.verify.reference import hf_step
 from megasched.verify.trainer_run import batches_of, train
 from tests import remote
 from tests.parity.cases import slow
+from tests.parity.steps import assert_equal
 
 MIXTURE = """
 class Expert(nn.Module):
@@ -53,9 +54,7 @@ def test_all_experts_have_whole_gradients(ranks, tmp_path, layout):
     reports = ranks.run(world, train, folder, [*flags.split(), "--trust-remote-code"], iterations=1)
     (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
     assert all(gradient.any() for gradient in expected.gradients.values())  # every expert got tokens
-    outcome = compare(reports, expected, tp)
-    assert outcome.verdict == "equal", outcome.why
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(compare(reports, expected, tp))
 
 
 def test_experts_that_are_cut_and_that_no_trial_meets_are_refused(tmp_path):

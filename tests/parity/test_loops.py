@@ -3,10 +3,10 @@
 import pytest
 
 from megasched.definition.small_models.small_models import small_config, write_small_model
-from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout
+from megasched.verify.parity import LAYOUTS, CheckedLayout, check_layout
 from megasched.verify.ranks.pool import RankError
 from tests.parity.cases import slow
-from tests.parity.steps import ADAM, assert_same_run, run
+from tests.parity.steps import ADAM, assert_equal, assert_same_run, run
 
 # Model type -> how it runs.
 CASES = {
@@ -38,8 +38,7 @@ def test_the_small_models_have_loops():
 @pytest.mark.parametrize(("model_type", "layout"), LOOPS)
 def test_a_step_equals_the_unscheduled_model(ranks, folders, model_type, layout):
     outcome = check_layout(ranks, folders[model_type], layout)
-    assert (outcome.verdict, outcome.why) == ("equal", "")
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(outcome)
 
 
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

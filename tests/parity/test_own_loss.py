@@ -8,7 +8,7 @@ from megasched.definition.small_models.small_models import write_small_model
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
-from megasched.verify.parity import LAYOUTS, TOLERANCE, CheckedLayout, check_layout, compare
+from megasched.verify.parity import LAYOUTS, CheckedLayout, check_layout, compare
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import batches_of, train
 from tests import remote
@@ -71,8 +71,7 @@ def test_stock_classes(ranks, tmp_path, model_type, layout):
     """ProphetNet predicts each token twice, from other positions; GIT leaves out those of its pictures."""
     (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
     outcome = check_layout(ranks, folder, layout)
-    assert (outcome.verdict, outcome.why) == ("equal", "")
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(outcome)
 
 
 # refused ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from megasched.layers.regions import slices_of
 from megasched.trainer.session import open_session
 from megasched.verify.parity import LAYOUTS, check_layout
 from tests.parity.cases import spread
+from tests.parity.steps import assert_equal
 
 # Slopes of ALiBi follow another rule where the heads are no power of two.
 CASES = {
@@ -31,8 +32,7 @@ def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, case, layout):
     vars(config).update(CASES[case])
     ranks.run(1, write_model, config, str(tmp_path))
     ranks.run(1, check_cut, str(tmp_path), ARGUMENT[model_type], layout)
-    outcome = check_layout(ranks, str(tmp_path), layout)
-    assert (outcome.verdict, outcome.why) == ("equal", "")
+    assert_equal(check_layout(ranks, str(tmp_path), layout))
 
 
 def check_cut(folder: str, argument: str, layout: str) -> None:

@@ -5,11 +5,11 @@ import torch
 
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.definition.small_models.small_models import write_small_model
-from megasched.verify.parity import LAYOUTS, TOLERANCE, check_layout
+from megasched.verify.parity import LAYOUTS, check_layout
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests.parity.cases import case
-from tests.parity.steps import SAVE, assert_same_run, run
+from tests.parity.steps import SAVE, assert_equal, assert_same_run, run
 
 # Model type -> layout, and what it is here for.
 CASES = {
@@ -31,8 +31,7 @@ IN_THE_MATRIX = ("glm_moe_dsa", "deepseek_v4", "xlm", "xlnet")
 def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, model_type):
     (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
     outcome = check_layout(ranks, folder, CASES[model_type][0])
-    assert (outcome.verdict, outcome.why) == ("equal", "")
-    assert max(outcome.errors.values()) <= TOLERANCE
+    assert_equal(outcome)
 
 
 def test_reversible_layers_are_refused(ranks, tmp_path):

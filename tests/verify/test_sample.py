@@ -4,8 +4,9 @@ import pytest
 
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.model_adapters.registry import has_roles
-from megasched.verify.parity import TOLERANCE, check_layout
+from megasched.verify.parity import check_layout
 from tests.parity.cases import spread
+from tests.parity.steps import assert_equal
 from tests.verify.sample import SAMPLE
 
 # Model type -> what it is here for, under sequence parallelism.
@@ -46,6 +47,5 @@ def test_a_step_on_split_sequences_equals_the_unscheduled_model(ranks, small, mo
 
 def check_equal(ranks, folder, layout):
     outcome = check_layout(ranks, folder, layout)
-    assert (outcome.verdict, outcome.why) == ("equal", "")
+    assert_equal(outcome)
     assert outcome.errors.keys() == {"loss", "logits", "gradient", "grad_norm"}
-    assert max(outcome.errors.values()) <= TOLERANCE
