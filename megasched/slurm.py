@@ -5,6 +5,7 @@ No other module calls them or sorts states.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Sequence
 from enum import Enum
@@ -57,7 +58,7 @@ def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: st
 
     Raises:
         ConfigError: it can't be started.
-        NoAnswerError: it does not end in time, or says that it does not reach Slurm.
+        NoAnswerError: it does not end in time, or does not reach Slurm, or its connection breaks.
     """
     try:
         found = subprocess.run(
@@ -69,6 +70,8 @@ def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: st
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{words[0]} did not answer within {seconds:g} s: is slurmctld up?") from error
     ended = Ended(found.stdout, found.stderr, found.returncode)
+    if found.returncode == -signal.SIGPIPE:  # of which they die without a word
+        raise NoAnswerError(f"{words[0]}: its connection to Slurm broke: is slurmctld up?")
     if found.returncode and any(line in found.stderr for line in _NOT_REACHED):
         raise NoAnswerError(f"{words[0]} does not reach Slurm: {ended.message}")
     return ended

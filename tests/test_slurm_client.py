@@ -50,6 +50,14 @@ def test_a_program_that_does_not_end_is_ended(program):
         slurm.call(["squeue"], seconds=0.2)
 
 
+def test_a_connection_that_breaks_is_no_answer(program):
+    """A program of Slurm that writes to a controller which has hung up dies of SIGPIPE, and says nothing."""
+    program("squeue", "kill -PIPE $$")
+    with pytest.raises(NoAnswerError, match=r"^squeue: its connection to Slurm broke: is slurmctld up\?$"):
+        slurm.queue_state("7")
+    assert not slurm.has_processes("7")
+
+
 def test_a_controller_that_is_away_is_no_answer(program):
     program(
         "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"

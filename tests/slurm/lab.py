@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ from tests.slurm.install import PATH
 from tests.slurm.space import Space
 
 POLL_SECONDS = 0.2  # never sbatch --wait: it looks ever more rarely
+QUESTIONS = 5
 LAST_STATES = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"]
 )
@@ -160,11 +162,22 @@ class Lab:
         run = self.run("sbatch", "--parsable", *options, script, *arguments, cwd=cwd, env=env, check=True)
         return int(run.stdout.strip().partition(";")[0])
 
+    def _ask(self, *command: str) -> str:
+        """Output of a command that only asks; it asks again when its connection to a busy slurmctld broke."""
+        for _ in range(QUESTIONS):
+            answer = self.run(*command)
+            if answer.returncode != -signal.SIGPIPE:
+                break
+            time.sleep(POLL_SECONDS)
+        if answer.returncode != 0:
+            raise LabError(f"{' '.join(command)}: exit status {answer.returncode}\n{answer.stdout}{answer.stderr}")
+        return answer.stdout
+
     # Jobs
 
     def job(self, job: int) -> dict[str, str]:
         """What ``scontrol show job`` says, e.g. ``["JobState"]``, ``["Restarts"]``, ``["NodeList"]``."""
-        said = self.run("scontrol", "show", "job", str(job), check=True).stdout
+        said = self._ask("scontrol", "show", "job", str(job))
         # Pairs stand side by side; a value goes to the next `Name=` or to the end of its line.
         return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[\w:/]+=|\s*$)", said, re.MULTILINE))
 
@@ -174,7 +187,7 @@ class Lab:
 
     def nodes_of(self, job: int) -> list[str]:
         """Names of the nodes that a job has, in its order of ranks."""
-        return self.run("scontrol", "show", "hostnames", self.job(job)["NodeList"], check=True).stdout.split()
+        return self._ask("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def output(self, job: int) -> str:
         """What the job has printed so far; nothing where it has not started."""
@@ -231,7 +244,7 @@ class Lab:
 
     def node_states(self) -> dict[str, str]:
         """As ``sinfo`` tells, e.g. ``idle``, ``down*``; the star says that the node does not answer."""
-        said = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=True).stdout
+        said = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
         return dict(line.split() for line in said.splitlines())
 
     def crash(self, node: str) -> None:
