@@ -13,6 +13,7 @@ from megasched.analysis.tp.propagate import propagate
 from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice, SlicedArgs
 from megasched.definition import attention_interface
 from megasched.language.tensor_types import ShardDim
+from megasched.layers import attention
 
 HEADS, HEAD_DIM = 4, 2
 WIDTH = HEADS * HEAD_DIM
@@ -119,6 +120,11 @@ CASES = {
         (0, HEADS),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def attention_of_a_run():
+    attention.register()
 
 
 @pytest.mark.parametrize("case", CASES)
