@@ -90,14 +90,14 @@ class AnalysisCache:
         key = loss_takes_shards, *map(_frozen, held)
         if key not in self._derived:
             ways = self.ways(model, inputs, assume.structure)
-            others = [(way, self._tape_of(model, inputs, assume.structure, way)) for way in ways.others]
-            tape = self._tape_of(model, inputs, assume.structure)
+            others = [(way, self.tape_of(model, inputs, assume.structure, way)) for way in ways.others]
+            tape = self.tape_of(model, inputs, assume.structure)
             self._derived[key] = propagate(
                 tape, assume, loss_takes_shards=loss_takes_shards, others=others, too_many=ways.too_many
             )
         return self._derived[key]
 
-    def _tape_of(
+    def tape_of(
         self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, way: Way = TRIAL
     ) -> Tape:
         """Returns the tape of a trial, or of another way through the code."""
@@ -163,7 +163,7 @@ class AnalysisCache:
         self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None
     ) -> list[Problem]:
         """Lists the problem that ``gradient_scale.why_by_scale`` finds; empty where there is none."""
-        return self._once("scale", lambda: why_by_scale(self._tape_of(model, inputs, structure)))
+        return self._once("scale", lambda: why_by_scale(self.tape_of(model, inputs, structure)))
 
     def _once(self, key: Hashable, find: Callable[[], Problem | None]) -> list[Problem]:
         if key not in self._problems:

@@ -138,8 +138,9 @@ class Session:
         structure, model = plan.structure, self.replaced
         if structure is None:
             return
+        trial = model, structure.trial_inputs(), structure
         why_not = why_not_stages(
-            model, structure, lambda: self.runs.ways(model, structure.trial_inputs(), structure)
+            model, structure, lambda: self.runs.tape_of(*trial), lambda: self.runs.ways(*trial)
         )
         if why_not:
             what = f"the layers can't be cut into pipeline stages: {why_not}"

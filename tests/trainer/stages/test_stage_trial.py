@@ -49,10 +49,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def why_not(model):
+    structure = find_layer_stack(model)
+    return why_not_alone(model, structure, structure.take_tape)
+
+
 @pytest.mark.parametrize("form", ["number", "branch", "needed"])
 def test_state_that_layers_share_is_seen(form):
     model = Model(form)
-    found = why_not_alone(model, find_layer_stack(model))
+    found = why_not(model)
     assert "layers.2" in found
     assert "what layers of earlier stages left to it" in found
 
@@ -60,13 +65,13 @@ def test_state_that_layers_share_is_seen(form):
 @pytest.mark.parametrize("form", ["nothing", "own", "after"])
 def test_what_is_a_layers_own_or_the_models_is_no_obstacle(form):
     model = Model(form)
-    assert why_not_alone(model, find_layer_stack(model)) == ""
+    assert why_not(model) == ""
 
 
 def test_one_layer_has_no_boundary():
     model = Model("number")
     model.layers = model.layers[:1]
-    assert why_not_alone(model, find_layer_stack(model)) == ""
+    assert why_not(model) == ""
 
 
 def test_state_that_is_read_after_the_layers_is_seen():
@@ -76,5 +81,5 @@ def test_state_that_is_read_after_the_layers_is_seen():
             return self.embed(input_ids) * self.state["calls"]
 
     model = Counting("number")
-    assert why_not_alone(model, find_layer_stack(model)) != ""
+    assert why_not(model) != ""
     assert torch.is_grad_enabled()
