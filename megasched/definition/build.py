@@ -43,6 +43,7 @@ def check_transformers() -> None:
 
 
 LARGE = 2**30  # bytes
+_INITIALISERS = ("torch.nn.init", "transformers.initialization")  # change their first argument, and return it
 
 
 @contextmanager
@@ -50,10 +51,11 @@ def init_empty_weights() -> Iterator[None]:
     """Runs its body so that modules constructed in it have their parameters on the meta device; buffers stay real.
 
     Each parameter is moved when it is registered, before its initialisation runs, so that no memory of its size is
-    ever touched. Buffers (rotary frequencies and the like) are computed by the class, so that they need not be
-    rebuilt afterwards. A parameter registered at two places stays one. A result of ``torch.empty`` above ``LARGE``
-    bytes is made on meta directly: all experts of a layer are one tensor, of 28 GiB in DeepSeek-V3, for which
-    memory may not suffice. Other factories of that size are refused: no model has a buffer so large.
+    ever touched, and its initialisation is skipped. Buffers (rotary frequencies and the like) are computed by the
+    class, so that they need not be rebuilt afterwards. A parameter registered at two places stays one. A result of
+    ``torch.empty`` above ``LARGE`` bytes is made on meta directly: all experts of a layer are one tensor, of
+    28 GiB in DeepSeek-V3, for which memory may not suffice. Other factories of that size are refused: no model has
+    a buffer so large.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -62,9 +64,13 @@ def init_empty_weights() -> Iterator[None]:
     factories = {torch.empty, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace}
     factories |= {torch.rand, torch.randn, torch.eye}
 
-    class LargeOnMeta(TorchFunctionMode):
+    class OnMeta(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if getattr(func, "__module__", None) in _INITIALISERS:
+                given = (*args, *kwargs.values())[0]
+                if isinstance(given, torch.Tensor) and given.is_meta:
+                    return given
             if func in factories and kwargs.get("device") is None:
                 shape = func(*args, **{**kwargs, "device": "meta"})
                 if shape.nbytes > LARGE and func is not torch.empty:
@@ -88,7 +94,7 @@ def init_empty_weights() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        with LargeOnMeta():
+        with OnMeta():
             yield
     finally:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from megasched.errors import MegaschedError, Problem, ScheduleError
 PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # types that nobody changes
 _OF_EVERY_MODULE = vars(nn.Module()).keys()  # mostly hooks, of which there are none
 _FUNCTIONS = (FunctionType, MethodType, partial)
+_SAYS_HOW: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _OF_TORCH = ("torch.", "transformers.", "megatron.")
 
 
@@ -37,8 +39,10 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
         return copy.deepcopy(module, memo)
     made = memo[id(module)] = kind.__new__(kind)
     for name, value in vars(module).items():
-        if name == "_modules":
-            own: Any = type(value)(
+        if type(value) in PLAIN:
+            own: Any = value
+        elif name == "_modules":
+            own = type(value)(
                 (key, None if child is None else copy_module(child, memo)) for key, child in value.items()
             )
         elif name in _OF_EVERY_MODULE and not value:
@@ -92,6 +96,12 @@ def _says_how(kind: type) -> bool:
 
     Methods of a definition's own class are ignored: plain HF never copies the modules that it runs.
     """
+    if kind not in _SAYS_HOW:
+        _SAYS_HOW[kind] = _defines_copying(kind)
+    return _SAYS_HOW[kind]
+
+
+def _defines_copying(kind: type) -> bool:
     for way in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__setstate__", "__getstate__"):
         home = next(base for base in (*kind.__mro__, None) if base is None or way in vars(base))
         if home not in (None, nn.Module, object) and f"{home.__module__}.".startswith(_OF_TORCH):
