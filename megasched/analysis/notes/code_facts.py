@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from megasched.analysis.notes.made import MadeOfNothing
 from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.recording.numbers import CONSTANTS, numbers_in
-from megasched.analysis.recording.sites import Line, Lines, Site, running_lines
+from megasched.analysis.recording.sites import Line, Lines, Site
 from megasched.analysis.recording.tape import Call, Operation, Question, Tape, TapeReader
 
 
@@ -94,66 +94,41 @@ class CodeFacts:
         self._data.clear()
         self._made.let_go()
 
-    def note(
-        self,
-        path: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        output: Any,
-        lines_of: Callable[[], tuple[Line, ...]] = running_lines,
-    ) -> tuple[Line, ...] | None:
-        """Notes an operation in the module at ``path``, and returns its lines; None where it is left aside.
-
-        Args:
-            lines_of: returns its lines; by default those that run.
-        """
-        name, full, of_sizes, pointwise = _kind(func)
-        tensors = tensors_in(args if not kwargs else (args, kwargs))
-        ids = [id(tensor) for tensor in tensors]
+    def note(self, path: str, operation: Operation) -> bool:
+        """Notes an operation in the module at ``path``, and returns whether it is of data, and not left aside."""
+        name, full, of_sizes, pointwise = _kind(operation.func)
+        ids = [id(tensor) for tensor in operation.operands]
         of_data = not self._data.keys().isdisjoint(ids)
         if name in CONSTANTS or not of_data or self._made.meets(ids):
-            self._note_made(path, func, args, kwargs, tensors, output, lines_of)
+            self._note_made(path, operation)
         if not of_data:
             if name == COUNTED:
-                numbers = tuple(numbers_in(args, kwargs))
-                self.numbers.append(Numbers(path, lines_of(), name, numbers, of_nothing=True))
-            return None
-        lines = lines_of()
-        self.lines.add((path, lines))
-        numbers = () if of_sizes else tuple(numbers_in(args, kwargs))
+                numbers = tuple(numbers_in(operation.args, operation.kwargs))
+                self.numbers.append(Numbers(path, operation.lines, name, numbers, of_nothing=True))
+            return False
+        self.lines.add((path, operation.lines))
+        numbers = () if of_sizes else tuple(numbers_in(operation.args, operation.kwargs))
         if numbers or pointwise:
-            self.numbers.append(Numbers(path, lines, full, numbers))
-        if isinstance(output, torch.Tensor):
-            self._data[id(output)] = output
-        else:
-            self.note_data(tensors_in(output))
-        return lines
+            self.numbers.append(Numbers(path, operation.lines, full, numbers))
+        self.note_data(operation.outputs)
+        return True
 
-    def _note_made(
-        self,
-        path: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        tensors: list[torch.Tensor],
-        output: Any,
-        lines_of: Callable[[], tuple[Line, ...]],
-    ) -> None:
+    def _note_made(self, path: str, operation: Operation) -> None:
         """Notes an operation that makes a tensor of nothing, or gets one that was made so."""
-        name, _, _, pointwise = _kind(func)
-        made = [self._made.of(tensor) for tensor in tensors]
-        others = [t for t, one in zip(tensors, made, strict=True) if one is None and id(t) in self._data]
-        known, outputs = [one for one in made if one is not None], tensors_in(output)
-        if name in CONSTANTS or not others:
-            shapes = [tensor.shape for tensor in tensors]
-            self._made.follow(path, name, known, shapes, args, kwargs, outputs, pointwise=pointwise)
+        name, _, _, pointwise = _kind(operation.func)
+        made = [self._made.of(tensor) for tensor in operation.operands]
+        known = [one for one in made if one is not None]
+        met = any(
+            one is None and id(tensor) in self._data for tensor, one in zip(operation.operands, made, strict=True)
+        )
+        if name in CONSTANTS or not met:
+            self._made.follow(path, name, known, operation, pointwise=pointwise)
             return
-        lines = lines_of()
         for one in known:
             here = one.path == path
-            self.numbers.append(Numbers(one.path, lines, one.name, (one.told,), of_nothing=True, here=here))
-        self._made.forget(outputs)
+            told = (one.told,)
+            self.numbers.append(Numbers(one.path, operation.lines, one.name, told, of_nothing=True, here=here))
+        self._made.forget(operation.outputs)
 
     def note_given(self, path: str, values: Any) -> None:
         """Notes code that makes a tensor of numbers."""
@@ -201,5 +176,4 @@ class _Noting(TapeReader):
 
     def operation(self, operation: Operation) -> None:
         """See ``TapeReader``."""
-        done = operation.func, operation.args, operation.kwargs, operation.output
-        self.code_facts.note(self.running[-1], *done, lambda: operation.lines)
+        self.code_facts.note(self.running[-1], operation)

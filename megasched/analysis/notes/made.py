@@ -7,11 +7,12 @@ one for each token, and its sum is another number on a part of the sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megasched.analysis.recording.numbers import CONSTANTS, numbers_in
+from megasched.analysis.recording.tape import Operation
 
 # Give the elements of what they get, in another order or number.
 VIEWS = frozenset(
@@ -58,10 +59,7 @@ class MadeOfNothing:
         path: str,
         name: str,
         operands: Sequence[Made],
-        shapes: Sequence[torch.Size],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        outputs: Sequence[torch.Tensor],
+        operation: Operation,
         *,
         pointwise: bool,
     ) -> None:
@@ -69,21 +67,21 @@ class MadeOfNothing:
 
         Args:
             path: the module whose code runs it.
-            operands, shapes: how its operands were made, and their shapes; empty for an operation on nothing.
+            operands: how its operands were made; empty for an operation on nothing.
             pointwise: whether it works on single elements.
         """
         uniform = all(one.uniform for one in operands)
+        numbers = numbers_in(operation.args, operation.kwargs)
         if name in CONSTANTS:
-            uniform, told = True, (name, *numbers_in(args, kwargs))
+            uniform, told = True, (name, *numbers)
         elif operands and uniform and (pointwise or name in VIEWS):
-            numbers = numbers_in(args, kwargs) if pointwise else ()
-            told = (name, *numbers, *(one.told for one in operands))
+            told = (name, *(numbers if pointwise else ()), *(one.told for one in operands))
         else:
-            sizes = (*map(tuple, shapes), *(tuple(tensor.shape) for tensor in outputs))
-            uniform, told = False, (name, *numbers_in(args, kwargs), *sizes, *(one.told for one in operands))
+            sizes = [tuple(tensor.shape) for tensor in (*operation.operands, *operation.outputs)]
+            uniform, told = False, (name, *numbers, *sizes, *(one.told for one in operands))
         first = next((one for one in operands if not one.uniform), None) or next(iter(operands), None)
         origin = (path, name) if first is None else (first.path, first.name)
-        for tensor in outputs:
+        for tensor in operation.outputs:
             self._made[id(tensor)] = tensor, Made(*origin, uniform, hash(told))
 
     def forget(self, tensors: Sequence[torch.Tensor]) -> None:

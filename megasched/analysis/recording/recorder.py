@@ -18,7 +18,6 @@ from megasched.analysis.recording.meta_call import (
     loss_function_of,
     run_on_meta,
     sum_of_logits,
-    tensors_in,
 )
 from megasched.analysis.recording.operators import storage_of, written
 from megasched.analysis.recording.shape_changes import as_they_were
@@ -186,8 +185,7 @@ class _Recorder(ScalarAnswers):
             self.events, self.inputs = as_they_were((self.events, self.inputs), before)
             args, kwargs = as_they_were((args, kwargs), before)
         if not self.silent:
-            tensors = tensors_in((args, kwargs)), tensors_in(output)
-            self.events.append(("operation", (Operation(func, args, kwargs, output, *tensors, self._lines()),)))
+            self.events.append(("operation", (Operation.done(func, args, kwargs, output, self._lines()),)))
         return output
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:

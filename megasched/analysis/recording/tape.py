@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.recording.sites import Line, Site
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ class Operation:
     operands: list[torch.Tensor]
     outputs: list[torch.Tensor]
     lines: tuple[Line, ...]
+
+    @classmethod
+    def done(
+        cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, lines: tuple[Line, ...] = ()
+    ) -> Operation:
+        """Returns an operation with the tensors that are in its arguments and its output."""
+        return cls(func, args, kwargs, output, tensors_in((args, kwargs)), tensors_in(output), lines)
 
 
 class Alias(NamedTuple):

@@ -24,7 +24,9 @@ from megasched.analysis.recording.meta_call import (
     to_meta,
 )
 from megasched.analysis.recording.numbers import numbers_in
+from megasched.analysis.recording.sites import running_lines
 from megasched.analysis.recording.stock import all_stock
+from megasched.analysis.recording.tape import Operation
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
 
@@ -129,10 +131,10 @@ class CallTrace(ScalarAnswers):
         self._check(tensors_in((args, kwargs)))
         output = super().execute(func, args, kwargs)
         path = self._running[-1] if self._running else ""
-        lines = self._noted.note(path, func, args, kwargs, output)
-        if lines is not None:
-            shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
-            self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
+        operation = Operation.done(func, args, kwargs, output, running_lines())
+        if self._noted.note(path, operation):
+            shapes = tuple(tuple(tensor.shape) for tensor in operation.outputs)
+            self.done.append((path, operation.lines, func, tuple(numbers_in(args, kwargs)), shapes))
         return output
 
 

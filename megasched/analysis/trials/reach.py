@@ -23,7 +23,8 @@ from megasched.analysis.recording.meta_call import (
     sum_of_logits,
     tensors_in,
 )
-from megasched.analysis.recording.sites import Site
+from megasched.analysis.recording.sites import Site, running_lines
+from megasched.analysis.recording.tape import Operation
 from megasched.analysis.trials.choices import counterparts
 from megasched.errors import ScheduleError
 
@@ -124,11 +125,11 @@ class _ReachRun(ScalarAnswers):
         self.code_facts.note_given(self._stack[-1] if self._stack else "", values)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = tensors_in((args, kwargs))
-        if not torch.is_grad_enabled():
-            self._read_aside.update(self._parameters.intersection(map(id, operands)))
         output = super().execute(func, args, kwargs)
-        self.code_facts.note(self._stack[-1] if self._stack else "", func, args, kwargs, output)
+        operation = Operation.done(func, args, kwargs, output, running_lines())
+        if not torch.is_grad_enabled():
+            self._read_aside.update(self._parameters.intersection(map(id, operation.operands)))
+        self.code_facts.note(self._stack[-1] if self._stack else "", operation)
         return output
 
     def asked_around(self, name: str) -> bool:

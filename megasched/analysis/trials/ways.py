@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from megasched.analysis.notes.code_facts import CodeFacts, Numbers
-from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta
 from megasched.analysis.recording.numbers import numbers_in
-from megasched.analysis.recording.sites import Site
+from megasched.analysis.recording.sites import Site, running_lines
+from megasched.analysis.recording.tape import Operation
 from megasched.analysis.stages.hooked_outputs import LeafPath
 from megasched.definition import attention_interface
 from megasched.errors import ScheduleError
@@ -285,8 +286,9 @@ class _WayRun(ScalarAnswers):
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().execute(func, args, kwargs)
         path = self.stack[-1]
-        lines = self.code_facts.note(path, func, args, kwargs, output)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
+        operation = Operation.done(func, args, kwargs, output, running_lines())
+        lines = operation.lines if self.code_facts.note(path, operation) else None
+        shapes = tuple(tuple(tensor.shape) for tensor in operation.outputs)
         self.done.append((path, lines, func, tuple(numbers_in(args, kwargs)), shapes))
         if len(self.done) == self.longest:
             raise _TooManyOperations
