@@ -28,7 +28,10 @@ from megasched.cli import main
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
@@ -307,6 +310,7 @@ def models(folder: Path) -> None:
 
     AutoConfig.for_model("falcon").save_pretrained(folder / "falcon")
     AutoConfig.for_model("gpt_neo").save_pretrained(folder / "gpt-neo-1.3B")
+    AutoConfig.for_model("flex_olmo").save_pretrained(folder / "flex-olmo")
     AutoConfig.for_model(
         "qwen3",
         vocab_size=151936,

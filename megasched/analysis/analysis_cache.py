@@ -62,6 +62,7 @@ class AnalysisCache:
         self.length = length
         # What a forward with such sequences has run, where one was made.
         self.code_facts_at_length: CodeFacts | None = None
+        self.with_lines = False  # whether tapes have the lines of the code, for those who explain
         self._is_too_long = False
         self._ways: Ways | None = None
         self._problems: dict[Hashable, list[Problem]] = {}
@@ -101,7 +102,8 @@ class AnalysisCache:
         self, model: nn.Module, inputs: Mapping[str, Any], structure: LayerStack | None, way: Way = TRIAL
     ) -> Tape:
         """Returns the tape of a trial, or of another way through the code."""
-        if way is TRIAL and TRIAL not in self._tapes and structure is not None and _is_of(structure.tape, inputs):
+        known = TRIAL in self._tapes or self.with_lines  # a structure's tape has no lines
+        if way is TRIAL and not known and structure is not None and _is_of(structure.tape, inputs):
             tape = structure.take_tape()
             assert tape is not None
             self._tapes[TRIAL], self._probe = tape, tape.model
@@ -109,7 +111,7 @@ class AnalysisCache:
             probe = self._probe = self._probe or meta_copy(model)
             given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
             record = record_tape if structure is None else structure.record
-            self._tapes[way] = record(probe, given, answers=dict(way.answers))
+            self._tapes[way] = record(probe, given, answers=dict(way.answers), lines=self.with_lines)
         return self._tapes[way]
 
     def let_go(self, structure: LayerStack | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megasched.language.roles import Roles
+from megasched.language.schedule import matches_glob
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
@@ -27,6 +28,7 @@ class Decision:
         placement: in words: cut along an axis, or whole.
         decided_by: the schedule's line, the adapter's glob, the entry of HF's plan, the tie, or what was inferred.
         gradient: in words: of the rank's part, partial, or complete on every rank.
+        gathered: why the output of its cut module is gathered, with the line of the definition; or empty.
         declined: a cut that was asked for, or looked for, and is not made, with the reason; or empty.
     """
 
@@ -36,19 +38,23 @@ class Decision:
     placement: str
     decided_by: str
     gradient: str
+    gathered: str = ""
     declined: str = ""
 
 
-def decisions_of(plan: Plan, roles: Roles, *, by_user: bool) -> list[Decision]:
-    """Returns the decisions on all parameters of a plan, with layers that are decided alike folded.
+def decisions_of(plan: Plan, roles: Roles, *, by_user: bool, only: str = "**") -> list[Decision]:
+    """Returns the decisions on the parameters of a plan, with layers that are decided alike folded.
 
     Args:
         roles: roles of the definition's modules, with the origin of each.
         by_user: whether the schedule is the user's, so that its lines decide by themselves.
+        only: glob of the parameters to look at, as for a schedule's paths.
     """
     lines = {record.path: record.source for record in plan.records_of("shard")} if by_user else {}
     made = []
     for name, canonical in plan.canonical.items():
+        if not matches_glob(only.split("."), name.split(".")):
+            continue
         placement = plan.placements[canonical]
         module = name.rpartition(".")[0]
         tied = f"tied to {canonical}" if canonical != name else ""
@@ -65,6 +71,7 @@ def decisions_of(plan: Plan, roles: Roles, *, by_user: bool) -> list[Decision]:
                 _words(placement),
                 decided,
                 _gradient(placement),
+                plan.tp_facts.gather.get(module, ""),
                 declined,
             )
         )

@@ -92,7 +92,9 @@ def _linears(plan: Plan, index: int) -> list[str]:
     assert plan.structure is not None
     tp_facts = plan.tp_facts
     whole_inside = (
-        tp_facts.rows_inside | tp_facts.overwritten | (tp_facts.inside & (tp_facts.gather | tp_facts.scatter))
+        tp_facts.rows_inside
+        | tp_facts.overwritten
+        | (tp_facts.inside & (tp_facts.gather.keys() | tp_facts.scatter))
     )
     adapters = {name.removesuffix(".weight") for name in adapter_names(adapted(plan.records))}
     apart = whole_inside.union(plan.replicated_heads, adapters)

@@ -40,9 +40,10 @@ def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
 
 def _stated(plan: Plan, record: Record, cut: str, tp_facts: TpFacts) -> bool:
     """Returns whether a ``sync`` gathers a column's output or scatters a row's input; notes it in ``tp_facts``."""
-    syncs = {(r.arguments["mode"], r.arguments["op"]) for r in plan.records_of("sync") if r.path == record.path}
+    records = [one for one in plan.records_of("sync") if one.path == record.path]
+    syncs = {(one.arguments["mode"], one.arguments["op"]): one.source for one in records}
     if cut == "column" and ("fwd_post", "all_gather") in syncs:
-        tp_facts.gather.add(record.path)
+        tp_facts.gather[record.path] = f"the schedule asks for it, {syncs['fwd_post', 'all_gather']}"
         return True
     if cut == "row" and ("fwd_pre", "scatter") in syncs:
         tp_facts.scatter.add(record.path)

@@ -85,15 +85,16 @@ def _propagate(
 ) -> Plan:
     """Returns the plan with the facts of its cuts; columns are gathered unless shards are proven to suffice."""
     forked = frozenset(record.path for record in plan.records_of("fork_rng"))
-    gather = frozenset(
-        record.path
+    gather = {
+        record.path: f"the schedule asks for it, {record.source}"
         for record in plan.records_of("sync")
         if plan.cuts.get(record.path) == "column"
         and (record.arguments["mode"], record.arguments["op"]) == ("fwd_post", "all_gather")
-    )
+    }
     own_loss = plan.structure is not None and plan.structure.loss_labels is not None
     if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
-        gather |= {path for path in plan.structure.after if plan.cuts.get(path) == "column"}
+        made_of = [path for path in plan.structure.after if plan.cuts.get(path) == "column"]
+        gather |= dict.fromkeys(made_of, "the definition's own code makes the loss of it")
     while True:
         assume = TpAssumptions(
             dict(plan.cuts),
@@ -110,14 +111,15 @@ def _propagate(
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
-        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.tp_facts.gather
+        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.tp_facts.gather.keys()
         if not unproven:
             sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
             if not sizes_read:
                 return plan
             what = "code other than its own goes by the size of its weight"
             plan = leave_whole(plan, dict.fromkeys(sorted(sizes_read), what))
-        gather = frozenset(path for path in gather | unproven if path in plan.cuts)
+        gather |= dict.fromkeys(sorted(unproven), "code that reads it goes by a size of which a rank has a part")
+        gather = {path: why for path, why in gather.items() if path in plan.cuts}
 
 
 def _sizes_on_a_rank(plan: Plan) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -145,7 +147,7 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
 
 def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, roles: Roles) -> set[str]:
     """Returns the cut columns after which code may depend on a size that differs on a rank."""
-    settled = plan.tp_facts.gather | plan.tp_facts.scatter
+    settled = plan.tp_facts.gather.keys() | plan.tp_facts.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
     if plan.layout.tp == 1:  # all sizes are the definition's own, but for a vocabulary that is padded
         cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}

@@ -1,11 +1,14 @@
 """``megasched explain``: a decision for every parameter, folded over layers."""
 
+import inspect
 import json
 
 import pytest
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megasched.cli.main import main
 from megasched.cli.show.explain import explain_schedule
+from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, fold_decisions
 from tests import tiny
@@ -74,6 +77,27 @@ def test_the_users_own_lines_are_named(tmp_path):
     found = {d.parameter: d.decided_by for d in explanation.decisions}
     assert found["lm_head.weight"] == f"schedule, {file}:2"
     assert found["model.layers.0-3.self_attn.q_proj.weight"] == "nothing asks for a cut"
+
+
+def test_why_an_output_is_gathered_is_said_with_the_line_of_the_code(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path)
+    file = tmp_path / "mine.py"
+    file.write_text('def schedule(sch, layout):\n    sch["**.up_proj"].shard("weight", axis=0)\n')
+    command = ["explain", str(file), "--hf-model", folder, "--tp", "2", "--parameter", "**.mlp.up_proj.weight"]
+    (decision,) = json.loads(printed(capsys, *command, "--json"))["decisions"]
+    assert decision["parameter"] == "model.layers.0-3.mlp.up_proj.weight"
+    code, first = inspect.getsourcelines(LlamaMLP.forward)
+    line = first + next(number for number, text in enumerate(code) if "self.up_proj" in text)
+    assert decision["gathered"] == f"aten.mul.Tensor (modeling_llama.py:{line}) needs the whole"
+    assert f"its output is gathered: {decision['gathered']}" in " ".join(printed(capsys, *command).split())
+
+
+def test_a_glob_without_a_match_names_what_there_is(tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"--parameter lm_haed\.weight: no parameter .* there is lm_head\.weight"
+    ):
+        explain_schedule("auto", folder, ParallelDims(tensor_model_parallel_size=2), only="lm_haed.weight")
 
 
 def test_the_command_prints_text_and_json(tmp_path, capsys):

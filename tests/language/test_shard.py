@@ -348,7 +348,7 @@ def _compare_chains():
     for name, between in (NEED_THE_WHOLE | TAKE_A_PART).items():
         model = Chain(between, width=16, **({"whole": nn.Linear(16, 16)} if name == "whole linear" else {}))
         _, plan, _ = scheduled_copy(randomize(model), column_row, x)
-        gathered = plan.tp_facts.gather == {"up"} and plan.tp_facts.scatter == {"down"}
+        gathered = plan.tp_facts.gather.keys() == {"up"} and plan.tp_facts.scatter == {"down"}
         cut = not plan.tp_facts.gather and not plan.tp_facts.scatter
         kind = "gathered" if gathered else "cut" if cut else "neither"
         found[name] = (kind, too_far(compare(model, column_row, x, x)))

@@ -205,7 +205,7 @@ def _gathers():
     found = {}
     for family in FAMILIES:
         _, plan, _ = scheduled_copy(tiny_model(family), _auto)
-        found[family] = (plan.tp_facts.gather, plan.tp_facts.scatter)
+        found[family] = (set(plan.tp_facts.gather), plan.tp_facts.scatter)
     return found
 
 

@@ -61,6 +61,16 @@ def running_lines() -> tuple[Line, ...]:
     return tuple(found)
 
 
+def site_of(lines: tuple[Line, ...]) -> Site | None:
+    """Returns the innermost of the lines that ran an operation; None where a tape has none."""
+    if not lines:
+        return None
+    identity, offset = lines[0]
+    code, _ = _CODES[identity]
+    line = next(line for start, end, line in code.co_lines() if start <= offset < end)
+    return Site(code.co_filename, line or code.co_firstlineno, offset)
+
+
 def _is_definition(names: dict[str, Any]) -> bool:
     """Returns whether code with these globals belongs to a definition."""
     return str(names.get("__name__")).partition(".")[0] not in _OTHERS

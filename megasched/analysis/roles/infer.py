@@ -148,7 +148,7 @@ def _left_of(group: Group, tp_facts: TpFacts, tp: int, declined: dict[str, str])
         if any(path == problem.module or path.startswith(around) for path in group.members):
             declined |= dict.fromkeys(group.members, problem.what)
             return None
-    for column in group.columns & tp_facts.gather:
+    for column in group.columns & tp_facts.gather.keys():
         declined[column] = "what follows needs the whole of its output"
     for column in group.columns:
         uneven = [size for size in tp_facts.cut_sizes.get(column, ()) if size % tp]

@@ -111,7 +111,12 @@ class LayerStack:
         return Boundaries(layers, f"{self.layers}.", last, self.slot, around)
 
     def record(
-        self, probe: nn.Module, inputs: Mapping[str, Any], answers: Mapping[Site, int] | None = None
+        self,
+        probe: nn.Module,
+        inputs: Mapping[str, Any],
+        answers: Mapping[Site, int] | None = None,
+        *,
+        lines: bool = False,
     ) -> Tape:
         """Returns the tape of a forward with aliases at the boundaries of its layers.
 
@@ -119,13 +124,13 @@ class LayerStack:
             probe: a ``meta_copy`` of the definition.
             inputs: arguments of its forward, as ``trial_inputs`` or ``inputs_for`` make them.
             answers: answers to questions about values.
+            lines: whether the tape has the lines of the definition's code, which take time to find.
 
         Raises:
             ScheduleError: it does not run on meta.
         """
-        return record_tape(
-            probe, inputs, self.boundaries(probe), answers=answers, own_loss=self.loss_labels is not None
-        )
+        own_loss, boundaries = self.loss_labels is not None, self.boundaries(probe)
+        return record_tape(probe, inputs, boundaries, answers=answers, own_loss=own_loss, lines=lines)
 
     def take_tape(self) -> Tape | None:
         """Hands over the tape with which the layers were found, and drops it here."""

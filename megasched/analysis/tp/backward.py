@@ -32,7 +32,8 @@ class BackwardLabels(LabelRun):
         if followed and self.functions.works_on_shards(function, args, output, lambda t: self.label(t).along):
             return
         if FEATURE_SHARD in types:
-            self.tp_facts.gather |= frozenset().union(*(label.columns for label in labels))
+            columns = frozenset[str]().union(*(label.columns for label in labels))
+            self._gather(columns, f"the backward of {function.__name__} does not work on a part")
         if SEQUENCE_SHARD in types:
             self._need_sequence()
         if REPLICATE in types:
@@ -57,7 +58,7 @@ class BackwardLabels(LabelRun):
     def hooked(self, tensor: torch.Tensor) -> None:
         """Asks to gather the columns of a tensor whose gradient a hook sees, as it must be whole on each rank."""
         label = self.label(tensor)
-        self.tp_facts.gather |= label.columns
+        self._gather(label.columns, "a hook looks at its gradient")
         self._use(tensor)  # nobody takes it over further up, where its gradient would not be summed yet
         if label.type in (SEQUENCE_SHARD, REPLICATE) or label.params:
             self._problem(

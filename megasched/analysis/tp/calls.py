@@ -39,7 +39,7 @@ class Labelling(BackwardLabels):
         self.tape.read(self)
         if not self.loss_takes_shards:
             for tensor in tensors_in(self.tape.output):
-                self.tp_facts.gather |= self.label(tensor).columns
+                self._gather(self.label(tensor).columns, "the model returns it")
 
     def enter(self, call: Call) -> None:
         """See ``TapeReader``."""
@@ -169,7 +169,7 @@ class Labelling(BackwardLabels):
                 if constant:
                     self.parts.offer(argument, value)
             elif not constant:  # in another call it was one
-                self.tp_facts.gather |= part.columns
+                self._gather(part.columns, "what it meets is a constant in one call and none in another")
             elif part.columns.isdisjoint(self.gather):
                 self._set(value, TpSpec(FEATURE_SHARD, part.columns, along=part.along(value)))
                 self.tp_facts.parts[argument] = part
@@ -236,7 +236,7 @@ class Labelling(BackwardLabels):
         label = self.label(source)
         cut = self.cuts[path]
         if cut == "column":
-            self.tp_facts.gather |= label.columns
+            self._gather(label.columns, "another column-parallel linear reads it")
             if label.type == REPLICATE:
                 self.tp_facts.inside.add(path)
             else:
@@ -245,7 +245,7 @@ class Labelling(BackwardLabels):
                 around = [(one.path, self._origins_of_arguments(one)) for one in self.stack]
                 self.column_calls.append(ColumnCall(path, self.origin(source), around))
         elif cut == "row" and label.type != FEATURE_SHARD:
-            self.tp_facts.gather |= label.columns
+            self._gather(label.columns, "a row-parallel linear reads it where it is whole on each rank")
             self.tp_facts.scatter.add(path)
             if label.type == REPLICATE:
                 self.tp_facts.inside.add(path)
@@ -256,7 +256,7 @@ class Labelling(BackwardLabels):
                 )
         elif cut == "row" and label.along != ShardDim(source.dim() - 1):
             # it takes a contiguous part of the last dimension, and nothing else
-            self.tp_facts.gather |= label.columns
+            self._gather(label.columns, "a row-parallel linear reads it in another order")
 
     def _origins_of_arguments(self, call: Call) -> dict[int | str, int]:
         tensors = {key: value for key, value in _arguments(call).items() if isinstance(value, torch.Tensor)}
@@ -317,7 +317,7 @@ class Labelling(BackwardLabels):
             met = [(t, ShardDim(1 if t.dim() == 4 else 0)) for t in of_heads]
             by_heads = all(along == ShardDim(1) for along in cut)
             if not by_heads or (met and not self.parts.want(met, label.columns, self._around())):
-                self.tp_facts.gather |= label.columns
+                self._gather(label.columns, "attention reads it, and it is not cut by heads")
         if label.type == SEQUENCE_SHARD:
             self._need_sequence()
         self.attending.append(label)
@@ -332,7 +332,7 @@ class Labelling(BackwardLabels):
     def enter_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""
         if not self.loss_takes_shards:
-            self.tp_facts.gather |= self.label(call.logits).columns
+            self._gather(self.label(call.logits).columns, "the loss needs whole logits")
         self.silent += 1
 
     def leave_loss(self, call: RecordedLoss) -> None:

@@ -54,7 +54,7 @@ class TpAssumptions:
         cuts: path -> how the linear or embedding there is cut.
         structure: where the layers are; None where that is not known.
         sequence_parallel: whether the hidden state is split along the sequence inside of the layers.
-        gather: column linears whose output is gathered.
+        gather: column linears whose output is gathered -> why.
         forked_by_user: modules with a ``fork_rng`` record.
         components: path of a column linear -> sizes of the projections packed into its output.
         heads: path of a column linear with heads that several ranks replicate -> see ``ShardDim``.
@@ -67,7 +67,7 @@ class TpAssumptions:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     structure: LayerStack | None = None
     sequence_parallel: bool = False
-    gather: frozenset[str] = frozenset()
+    gather: Mapping[str, str] = field(default_factory=dict)
     forked_by_user: frozenset[str] = frozenset()
     components: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class TpFacts:
     """Holds what the labelled runs of a definition found.
 
     Attributes:
-        gather: column linears whose output must be gathered.
+        gather: column linears whose output must be gathered -> why, and where, if the tape has lines.
         scatter: row linears whose input is whole and must be cut.
         whole_inputs: column linears of the split layers that read a tensor whole along the sequence.
         partial: replicated parameters whose gradient is partial because they meet FEATURE_SHARDs.
@@ -134,7 +134,7 @@ class TpFacts:
         other_calls: ``calls`` of each other way through the code.
     """
 
-    gather: set[str] = field(default_factory=set)
+    gather: dict[str, str] = field(default_factory=dict)
     scatter: set[str] = field(default_factory=set)
     whole_inputs: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.operators import base_of, draws, written
+from megasched.analysis.recording.sites import site_of
 from megasched.analysis.recording.tape import Call, Operation, Tape, TapeReader
 from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials
@@ -119,7 +120,7 @@ class LabelRun(TapeReader):
             return
         func, args, kwargs = operation.func, operation.args, operation.kwargs
         operands, outputs = operation.operands, operation.outputs
-        joined = self._join([self.label(t) for t in operands])
+        joined = self._join([self.label(t) for t in operands], operation)
         path = self._path()
         for tensor in operands:
             if not (self._in_adapter_of_column(path) and self.label(tensor).type == SEQUENCE_SHARD):
@@ -163,8 +164,10 @@ class LabelRun(TapeReader):
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
+            needed = "asks for a number"
         except NeedsWhole as needs:
             found = None
+            needed = "has no rule" if isinstance(needs, NoRule) else "needs the whole"
             if isinstance(needs, NoRule) and joined.type == FEATURE_SHARD:
                 self.tp_facts.without_rule[str(func)].add(self._path())
             if joined.type == FEATURE_SHARD and self.parts.want(needs.met, joined.columns, self._around()):
@@ -172,10 +175,15 @@ class LabelRun(TapeReader):
         # What gives no tensor asks for a number, which each rank would answer by its part.
         if not found or any(along is None for along in found):
             if joined.type == FEATURE_SHARD:
-                self.tp_facts.gather |= joined.columns
+                self._gather(joined.columns, f"{_reader(operation)} {needed}")
             else:
                 self._need_sequence()
         return found or [None] * len(outputs)
+
+    def _gather(self, columns: Iterable[str], why: str) -> None:
+        """Has the outputs of columns gathered; the first reason for each of them stays."""
+        for column in columns:
+            self.tp_facts.gather.setdefault(column, why)
 
     def _meet(self, tensors: Iterable[torch.Tensor]) -> None:
         self.tp_facts.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
@@ -203,8 +211,8 @@ class LabelRun(TapeReader):
             before = self.written.get(id(base))
             self.written[id(base)] = given if before is None else _joined(before, given)
 
-    def _join(self, labels: list[TpSpec]) -> TpSpec:
-        """Returns the label of a tensor that an operation makes of operands with these labels."""
+    def _join(self, labels: list[TpSpec], operation: Operation | None = None) -> TpSpec:
+        """Returns the label of what an operation, or attention, makes of operands with these labels."""
         types = {label.type for label in labels}
         params = frozenset().union(*(label.params for label in labels))
         fed = any(label.fed for label in labels)
@@ -214,7 +222,7 @@ class LabelRun(TapeReader):
             columns = frozenset().union(*(label.columns for label in labels))
             self.tp_facts.partial |= params
             if (whole or SEQUENCE_SHARD in types) and not self._want_region():
-                self.tp_facts.gather |= columns
+                self._gather(columns, f"{_reader(operation)} combines it with a whole activation")
             return TpSpec(FEATURE_SHARD, columns, active=True, fed=True)
         if REPLICATE in types:
             self.tp_facts.partial |= params
@@ -227,7 +235,7 @@ class LabelRun(TapeReader):
                     "have the modules return it, or leave the region's linears whole",
                 )
             if (whole or SEQUENCE_SHARD in types) and columns:
-                self.tp_facts.gather |= columns
+                self._gather(columns, f"{_reader(operation)} combines it with a whole activation")
             elif whole or SEQUENCE_SHARD in types:
                 self._meets_inside(
                     rows,
@@ -303,7 +311,7 @@ class LabelRun(TapeReader):
         Args:
             entered: columns that read a tensor which enters TP at a module around them.
         """
-        settled = self.gather | self.tp_facts.gather | self.tp_facts.inside | self.tp_facts.whole_inputs
+        settled = {*self.gather, *self.tp_facts.gather, *self.tp_facts.inside, *self.tp_facts.whole_inputs}
         columns = {path for path in self.tp_facts.by_heads - settled if self.cuts[path] == "column"}
         for column in sorted(columns):
             index = None if self.structure is None else self.structure.index_of(column)
@@ -361,6 +369,14 @@ class LabelRun(TapeReader):
 
     def _in_layers(self, path: str) -> bool:
         return self.structure is not None and self.structure.index_of(path) is not None
+
+
+def _reader(operation: Operation | None) -> str:
+    """Returns an operation's name, and its line if the tape has lines; attention where there is none."""
+    if operation is None:
+        return "attention"
+    site = site_of(operation.lines)
+    return str(operation.func) if site is None else f"{operation.func} ({site})"
 
 
 def _joined(own: TpSpec, written: TpSpec) -> TpSpec:

@@ -66,7 +66,7 @@ def propagate(
     tp_facts = runs[0].tp_facts
     for (way, _), run in zip(others, runs[1:], strict=True):
         join(tp_facts, run.tp_facts, way, structure, split=assume.sequence_parallel)
-    tp_facts.gather, tp_facts.rows_inside = set(assume.gather), set(assume.rows_inside)
+    tp_facts.gather, tp_facts.rows_inside = dict(assume.gather), set(assume.rows_inside)
     tp_facts.without_rule = without_rule
     if too_many:
         places = ", ".join(str(site) for site in too_many)
@@ -87,9 +87,12 @@ def _further(assume: TpAssumptions, runs: Sequence[RecordedCalls]) -> TpAssumpti
     wanted_parts = {argument: part for run in runs for argument, part in run.parts.wanted.items()}
     # What was gathered for want of a region, or of a part, need not be with it.
     unsettled = any(run.wanted_regions for run in runs) or refused > assume.not_regions or wanted_parts
+    gather = dict(assume.gather)
+    for run in runs if not unsettled else ():
+        gather = run.tp_facts.gather | gather
     return replace(
         assume,
-        gather=assume.gather if unsettled else assume.gather.union(*(run.tp_facts.gather for run in runs)),
+        gather=gather,
         regions=asked - refused,
         not_regions=refused,
         rows_inside=assume.rows_inside.union(*(run.tp_facts.rows_inside for run in runs)),

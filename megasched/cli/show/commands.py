@@ -136,6 +136,9 @@ def show(
 def explain(
     hf_model: HfModel,
     schedule: Annotated[str, typer.Argument(help="As for `show`.")] = "auto",
+    parameter: Annotated[
+        str, typer.Option(metavar="GLOB", help="Explain these alone, e.g. `model.layers.0.**`; `**` is all.")
+    ] = "**",
     tp: Tp = 2,
     sp: Sp = False,
     pp: Pp = 1,
@@ -152,7 +155,7 @@ def explain(
     objective: Objective = None,
     as_json: Json = False,
 ) -> None:
-    """Print for each parameter how it lies over the ranks, what decided so, and what was not done.
+    """Print for each parameter how it lies over the ranks, what decided so, and what was not done, and why.
 
     No GPU, no process group and no weights are needed.
     """
@@ -165,6 +168,7 @@ def explain(
             schedule,
             hf_model,
             layout,
+            only=parameter,
             sequence_length=seq_length,
             overrides=hf_override or (),
             trust_remote_code=trust_remote_code,

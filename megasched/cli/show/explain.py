@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megasched.cli.show.report import AUTO
+from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
 from megasched.plan.plan import Plan
@@ -59,6 +61,7 @@ def explain_schedule(
     hf_model: str,
     layout: ParallelDims,
     *,
+    only: str = "**",
     sequence_length: int | None = None,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
@@ -67,10 +70,12 @@ def explain_schedule(
     """Plans a schedule as a run would, and explains the placement of every parameter.
 
     Args:
+        only: glob of the parameters to explain, as for a schedule's paths.
         sequence_length: ``--seq-length`` of the run; by default 4096, or all that the model has positions for.
 
     Raises:
-        ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
+        ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout, or no
+            parameter matches the glob.
     """
     session = open_session(
         schedule,
@@ -80,10 +85,13 @@ def explain_schedule(
         trust_remote_code=trust_remote_code,
         objective=objective,
     )
+    session.runs.with_lines = True
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
-    decisions = decisions_of(session.plan, session.schedule.roles, by_user=schedule != AUTO)
-    plan = session.plan
+    plan, roles = session.plan, session.schedule.roles
+    decisions = decisions_of(plan, roles, by_user=schedule != AUTO, only=only)
+    if not decisions:
+        raise ConfigError(f"--parameter {only}: {_no_match(plan, only)}")
     told = context_lines(plan), tuple(without_rule(plan))
     return Explanation(
         type(session.definition).__name__,
@@ -94,6 +102,12 @@ def explain_schedule(
         verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
         tuple(loss_lines(plan)),
     )
+
+
+def _no_match(plan: Plan, only: str) -> str:
+    """Returns that no parameter matches a glob, with the names that come closest."""
+    close = difflib.get_close_matches(only, plan.canonical, n=2) or list(plan.canonical)[:2]
+    return f"no parameter of the model matches; there is {' and '.join(close)}"
 
 
 def context_lines(plan: Plan) -> tuple[str, ...]:
@@ -128,6 +142,8 @@ def _lines(decision: Decision) -> Text:
         text.append(f" → {list(decision.local_shape)}")
     text.append(f"\n  {decision.placement}; gradient {decision.gradient}")
     text.append(f"\n  {decision.decided_by}", "cyan")
+    if decision.gathered:
+        text.append(f"\n  its output is gathered: {decision.gathered}", "yellow")
     if decision.declined:
         text.append(f"\n  not done: {decision.declined}", "yellow")
     return text
