@@ -1,0 +1,106 @@
+"""The layout that Megatron's arguments describe, and the parser with the patch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megasched.errors import ConfigError
+from megasched.language.parallel_dims import ParallelDims
+from megasched.trainer.flags.arguments import layout_from_args
+from megasched.trainer.seams import registry
+from tests.trainer.flags.models import megatron_parser
+
+
+@pytest.mark.parametrize(
+    ("flags", "virtual"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 1", 3),
+        ("--num-layers-per-virtual-pipeline-stage 3", None),
+        ("--pipeline-model-parallel-layout Et|tt||tttL", 2),
+        ("", None),
+    ],
+)
+def test_layout_before_megatron_has_validated(flags: str, virtual: int | None) -> None:
+    parallel = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    args = megatron_parser().parse_args(
+        [*parallel.split(), "--num-layers", "6", "--micro-batch-size", "3", *flags.split()]
+    )
+    args.world_size = 16
+    assert layout_from_args(args) == ParallelDims(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+        data_parallel_size=4,
+        micro_batch_size=3,
+    )
+
+
+def test_ranks_that_do_not_divide() -> None:
+    args = megatron_parser().parse_args(["--tensor-model-parallel-size", "2"])
+    args.world_size = 3
+    with pytest.raises(ConfigError, match="3 ranks are no multiple of TP 2 x PP 1 x CP 1"):
+        layout_from_args(args)
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    assert registry.apply("arguments")
+    yield
+    registry.undo("arguments")
+
+
+def extra(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--of-the-script", type=int, default=0)
+    return parser
+
+
+RUN = (
+    "--seq-length 32 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--mock-data --of-the-script 5"
+)
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, *argv: str) -> argparse.Namespace:
+    from megatron.training import arguments, global_vars
+
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *argv])
+    try:
+        return arguments.parse_and_validate_args(extra_args_provider=extra)
+    finally:
+        global_vars.unset_global_variables()
+
+
+@pytest.mark.usefixtures("patched")
+def test_patched_parser_sets_the_model_before_validation(monkeypatch: pytest.MonkeyPatch, hf_model: str) -> None:
+    model = ("--model-schedule", "auto", "--hf-model", hf_model, "--hf-random-init")
+    args = parse(monkeypatch, *model, *RUN.split())
+    assert args.of_the_script == 5
+    assert (args.num_layers, args.encoder_num_layers) == (2, 2)
+    # Megatron has built its tokenizer by now, and kept the size.
+    assert (args.padded_vocab_size, args.vocab_size) == (384, 300)
+    assert layout_from_args(args) == ParallelDims(micro_batch_size=2)
+
+
+@pytest.mark.usefixtures("patched")
+def test_patched_parser_refuses_a_large_tokenizer(monkeypatch: pytest.MonkeyPatch, hf_model: str) -> None:
+    from megasched.trainer.flags import arguments
+
+    # As if Megatron had found a tokenizer whose size no flag tells.
+    monkeypatch.setattr(arguments, "NULL_TOKENIZERS", ())
+    model = ("--model-schedule", "auto", "--hf-model", hf_model, "--hf-random-init")
+    with pytest.raises(ConfigError, match="has 512 tokens"):
+        parse(monkeypatch, *model, *RUN.split(), "--vocab-size", "512")
+
+
+@pytest.mark.usefixtures("patched")
+def test_patched_parser_without_a_schedule_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --max-position-embeddings 40 --vocab-size 9"
+    args = parse(monkeypatch, *sizes.split(), *RUN.split())
+    assert args.model_schedule is None
+    assert (args.num_layers, args.padded_vocab_size, args.hidden_dropout) == (3, 128, 0.1)
