@@ -164,7 +164,7 @@ class LabelRun(TapeReader):
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
-            needed = "asks for a number"
+            needed = "gives shards that can't be followed" if found else "asks for a number"
         except NeedsWhole as needs:
             found = None
             needed = "has no rule" if isinstance(needs, NoRule) else "needs the whole"
