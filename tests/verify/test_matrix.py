@@ -176,9 +176,9 @@ def test_one_architecture(ranks, tmp_path):
     found = check_type(ranks, "gpt_neo", str(tmp_path / "gpt_neo"), ["tp2"])
     assert list(found) == ["facts", "tp2"]
     outcome, known = found["tp2"], found["facts"]
-    assert outcome["verdict"] == "equal", outcome["why"]
+    assert (outcome["verdict"], outcome["why"]) == ("equal", "")
     assert outcome["errors"].keys() == {"loss", "logits", "gradient", "grad_norm"}
-    assert max(outcome["errors"].values()) < 1e-3
+    assert max(outcome["errors"].values()) < 1e-5
     assert (known["class"], known["adapter"], known["whole"]) == ("GPTNeoForCausalLM", False, {})
     assert known["inferred"] == [
         f"transformer.h.0-3.{name}.weight"
