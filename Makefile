@@ -3,6 +3,7 @@
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+GHOST := $(VENV)/ghost-te/.installed
 
 # The Python to make the environment with; empty looks for one. The pins of constraints.txt were made with
 # 3.12, so that comes first. 3.14 is too new: argparse there refuses how Megatron 0.19 declares its flags.
@@ -21,7 +22,7 @@ PROCESSES := -n $(if $(filter 1,$(JOBS)),1,$(shell expr $(JOBS) + 1))
 unexport PYTHONDONTWRITEBYTECODE
 FAST := $(PROCESSES) -m "not slow and not browser"
 
-.PHONY: help setup quickstart test test-all durations browser-test matrix lint stubs format clean
+.PHONY: help setup ghost quickstart test test-all durations browser-test matrix lint stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,16 +46,23 @@ $(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt test
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest --requirement tests/oldest/requirements.txt
 	@touch $@
 
+ghost: $(GHOST) ## Transformer Engine for the tests on ghost GPUs: some minutes, once; `make test` asks for it
+
+$(GHOST): $(STAMP) tests/ghost/requirements.txt tests/ghost/te.py
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/ghost --requirement tests/ghost/requirements.txt
+	$(RUN) -m tests.ghost.te $(VENV)/ghost-te
+	@touch $@
+
 quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")
 	$(RUN) -m megasched quickstart $(ARGS)
 
-test: lint ## what CI runs: lint, and the tests that are not marked slow (JOBS=4, on more than 2 cores)
+test: lint $(GHOST) ## what CI runs: lint, and the tests that are not marked slow (JOBS=4, on more than 2 cores)
 	$(RUN) -m pytest $(FAST) $(ARGS)
 
-test-all: lint ## every test but the browser's: before a release, with `make matrix`
+test-all: lint $(GHOST) ## every test but the browser's: before a release, with `make matrix`
 	$(RUN) -m pytest $(PROCESSES) -m "not browser" $(ARGS)
 
-durations: $(STAMP) ## the tests of `make test`, and write what they take to tests/suite/durations.json
+durations: $(GHOST) ## the tests of `make test`, and write what they take to tests/suite/durations.json
 	$(RUN) -m pytest $(FAST) --record-durations $(ARGS)
 
 browser-test: $(STAMP) ## the page of `show --html` in a real Chromium, which pip does not install (apt-get does)

@@ -1,0 +1,96 @@
+"""Kernels of a layer, forward and backward, for each contender, on a ghost GPU: no GPU is needed.
+
+The real trainer, torch's CUDA build and, with ``--te``, Transformer Engine run on ghost CUDA (``tests/ghost``),
+which computes nothing and counts every launch. Two models of different depth give what a layer costs.
+
+    python bench/kernels.py --shape 1b --bf16 --output bench/results/kernels_1b.json
+    python bench/kernels.py --shape qwen3-1.7b --bf16 --te --contenders native megasched_fused
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import contenders
+import trainer_side
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the ghost, which is of the tests
+
+from tests.ghost import process
+from tests.ghost.ledger import kernels, waits
+
+DEPTHS = (2, 3)
+WITHOUT_TE = ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"]
+WITHOUT_TE += ["--no-rope-fusion"]
+
+
+def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bool) -> dict[str, Any]:
+    """What a layer of a contender costs; see ``of_layer``."""
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        for layers in DEPTHS:
+            spec = {**asdict(contender), "layers": layers, "setting": asdict(setting)}
+            output = Path(folder) / f"{layers}.json"
+            worker = str(Path(__file__).with_name("layer_worker.py"))
+            process.run([worker, json.dumps(spec), str(output)], te=te)
+            measured.append(json.loads(output.read_text()))
+    return of_layer(*measured)
+
+
+def of_layer(fewer: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """What one layer adds: kernels by name of each pass, bytes kept for the backward, and waits of the host.
+
+    ``kept_bytes`` is what torch's allocator holds after a forward. ``waits`` are those of a whole step of the
+    smaller model, and what a layer adds to them.
+    """
+    found: dict[str, Any] = {}
+    for part in ("forward", "backward"):
+        added = kernels(more[part])
+        added.subtract(kernels(fewer[part]))
+        found[part] = {"kernels": added.total(), "by_name": dict(sorted((+added).items()))}
+    found["kept_bytes"] = more["kept"] - fewer["kept"]
+    found["bytes_before"] = more["before"] - fewer["before"]
+    found["waits"] = {
+        "forward and backward": waits(fewer["forward"]) + waits(fewer["backward"]),
+        "step": waits(fewer["step"]),
+        "step, per layer": waits(more["step"]) - waits(fewer["step"]),
+    }
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    known = contenders.all_contenders()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b", choices=list(trainer_side.shapes.SHAPES))
+    parser.add_argument("--contenders", nargs="+", default=list(known), choices=list(known), metavar="NAME")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--te", action="store_true", help="with Transformer Engine")
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    options, extra = parser.parse_known_args(argv)
+    flags = (*([] if options.te else WITHOUT_TE), "--no-check-for-nan-in-loss-and-grad", *extra)
+    setting = trainer_side.Setting(options.shape, options.micro_batch_size, options.bf16, extra=flags)
+    found, left_out = {}, {}
+    for name in options.contenders:
+        try:
+            found[name] = count(known[name], setting, options.te)
+        except process.Failed as error:
+            left_out[name] = next(line for line in reversed(str(error).splitlines()) if "Error: " in line)
+            print(f"{name:18} LEFT OUT, {left_out[name]}", flush=True)
+            continue
+        said = "/".join(str(found[name][part]["kernels"]) for part in ("forward", "backward"))
+        print(f"{name:18} kernels {said:8} kept {found[name]['kept_bytes'] / 1e6:6.0f} MB", flush=True)
+    if options.output:
+        result = {"setting": asdict(setting), "te": options.te, "contenders": found, "left_out": left_out}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

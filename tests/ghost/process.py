@@ -1,0 +1,79 @@
+"""Processes that see ghost GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.ghost.build import library
+from tests.process import ROOT
+
+SITE = Path(__file__).parent / "site"
+# Transformer Engine with its compiled parts, and what it imports.
+TE = (Path(sys.prefix) / "ghost-te", Path(sys.prefix) / "te")
+# Whole numbers are computed on the host (site/ghost_torch.py): for mixtures, and for positions that are read.
+INTEGERS = {"GHOST_INTEGERS": "1"}
+
+
+class Failed(Exception):
+    """A process on ghost CUDA ended with an error; says the end of what it printed."""
+
+
+def environment(folder: str, devices: int = 1, te: bool = False, **more: str) -> dict[str, str]:
+    """Variables of a process on ghost CUDA.
+
+    Args:
+        folder: where ranks of one run meet, empty and for this run alone.
+        devices: GPUs that it sees.
+        te: whether it sees Transformer Engine, the real one.
+        more: further variables.
+    """
+    ghost = library()
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(ghost),
+        "TRITON_LIBCUDA_PATH": str(ghost.parent),  # what its launchers are linked with
+        "PYTHONPATH": os.pathsep.join(map(str, [SITE, ROOT, *(TE if te else ())])),
+        "GHOST_FOLDER": folder,
+        "GHOST_DEVICES": str(devices),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # what Megatron asks for where it overlaps
+        **more,
+    }
+
+
+def one_rank() -> dict[str, str]:
+    """What torchrun would tell the only process of a run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def run(arguments: Sequence[str], ranks: int = 1, te: bool = False, timeout: float = 300, **more: str) -> str:
+    """Runs Python with these arguments, as one process or by torchrun, and returns what it prints.
+
+    Raises:
+        Failed: it failed; with the end of what it printed.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *launcher, *arguments],
+            env=environment(folder, ranks, te, **(one_rank() if ranks == 1 else {}), **more),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    if done.returncode:
+        raise Failed(done.stdout[-6000:])
+    return done.stdout

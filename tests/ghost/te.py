@@ -1,0 +1,101 @@
+"""Builds Transformer Engine's extension of torch for ghost CUDA, where there is no CUDA compiler and little time.
+
+    python -m tests.ghost.te FOLDER
+
+``make ghost`` calls it. NVIDIA publishes the compiled core as a wheel and the extension as sources, which pip
+builds in a quarter of an hour. They are C++ alone: without optimization, and with what all of them include
+compiled once, it is a few minutes. The extension does what it does; only the host is slower.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.ghost.build import GhostError, headers, why_not
+
+VERSION = "2.20.2"  # as in tests/te/requirements.txt
+FLAGS = ["-std=c++20", "-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-w", "-DNDEBUG"]
+FLAGS += ["-DTORCH_EXTENSION_NAME=transformer_engine_torch", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+NAME = "transformer_engine_torch.so"
+COMPILERS = 2  # each takes 1.5 GiB
+
+
+def install(folder: Path) -> None:
+    """Puts Transformer Engine into a folder for PYTHONPATH: its core's wheel, and the extension.
+
+    Raises:
+        GhostError: something can't be had or compiled; says what.
+    """
+    target = folder / "transformer_engine" / "wheel_lib" / NAME
+    # An extension is bound to the torch that it was compiled with.
+    stamp, made_for = folder / "made_for", f"{VERSION} torch {version('torch')}"
+    if target.exists() and stamp.exists() and stamp.read_text() == made_for:
+        return
+    _pip("install", "--no-deps", "--upgrade", "--target", str(folder), f"transformer-engine-cu13=={VERSION}")
+    with tempfile.TemporaryDirectory() as work:
+        source = _source(Path(work))
+        built = _extension(source, Path(work))
+        beside = target.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(built.read_bytes())
+        beside.rename(target)
+    stamp.write_text(made_for)
+
+
+def _pip(*arguments: str) -> None:
+    _run([sys.executable, "-m", "pip", arguments[0], "--quiet", *arguments[1:]])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise GhostError(f"{' '.join(command[:6])} ... fails:\n{done.stderr[-3000:]}")
+
+
+def _source(work: Path) -> Path:
+    package = f"transformer_engine_torch=={VERSION}"
+    _pip("download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), package)
+    (archive,) = work.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(work, filter="data")
+    return work / archive.name.removesuffix(".tar.gz")
+
+
+def _extension(source: Path, work: Path) -> Path:
+    torch = Path(sysconfig.get_path("purelib")) / "torch"
+    own = ["common_headers", "common_headers/common", "common_headers/common/include", "csrc"]
+    folders = [*(source / name for name in own), torch / "include"]
+    folders += [torch / "include/torch/csrc/api/include", *headers(), Path(sysconfig.get_path("include"))]
+    flags = [*FLAGS, *(f"-I{folder}" for folder in folders)]
+
+    first = work / "first.h"
+    first.write_text('#include "extensions.h"\n')
+    _run(["g++", *flags, "-x", "c++-header", str(first), "-o", f"{first}.gch"])
+
+    def compiled(path: Path) -> str:
+        output = work / ("_".join(path.relative_to(source).parts) + ".o")
+        _run(["g++", *flags, "-include", str(first), "-c", str(path), "-o", str(output)])
+        return str(output)
+
+    with ThreadPoolExecutor(COMPILERS) as threads:
+        objects = list(threads.map(compiled, sorted(source.glob("csrc/**/*.cpp"))))
+    built = work / NAME
+    libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10_cuda", "-ltorch_cuda"]
+    _run(["g++", "-shared", *objects, f"-L{torch / 'lib'}", *libraries, "-o", str(built)])
+    return built
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    if missing := why_not():
+        print(f"without tests on ghost GPUs: {missing}")
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        install(place)

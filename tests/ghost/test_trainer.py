@@ -1,0 +1,45 @@
+"""Two iterations of Megatron's own trainer on ghost GPUs, by torch's CUDA build: what rehearsal can't run."""
+
+from itertools import chain
+
+import pytest
+
+from tests import tiny
+from tests.ghost.collectives import disagreements
+from tests.ghost.process import INTEGERS
+from tests.ghost.runs import train
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RUNS = {
+    "fused": ("fused", 1, ""),
+    "tp2 + sp": ("fused", 2, TP2),
+}
+SLOW = {
+    "leaf": ("leaf", 1, ""),
+    "block": ("block", 1, ""),
+    "recompute": ("fused", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "pp2": ("fused", 2, PP2),
+    "vpp2": ("fused", 2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "cp2": ("fused", 2, "--context-parallel-size 2"),
+    "dp2, overlapped": ("fused", 2, OVERLAP),
+    "tp2 x pp2, blocks": ("block", 4, f"{TP2} {PP2}"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    tiny.config("llama", num_hidden_layers=4, vocab_size=512, max_position_embeddings=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", [*RUNS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_a_run_trains_and_its_ranks_agree(llama, case):
+    level, ranks, flags = {**RUNS, **SLOW}[case]
+    run = train(llama, level, flags.split(), ranks=ranks, **INTEGERS)
+    assert run.iterations == 2
+    assert [len(steps) for steps in run.steps] == [2] * ranks
+    assert list(disagreements([list(chain(*steps)) for steps in run.steps])) == []
+    assert "isn't covered" not in run.said
