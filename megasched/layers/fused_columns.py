@@ -8,6 +8,7 @@ others return theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,12 +19,15 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import nn
 
+from megasched.layers.wrap import wait_for_parameters
+
 
 class _Join(torch.autograd.Function):
     """Joins parameters that are adjacent in memory to one tensor; the gradient is returned in parts.
 
-    If a kernel has already added the gradient to ``main_grad``, none arrives: each parameter is marked so and gets
-    a placeholder, as in Megatron, for the hooks that wait for a gradient (``core/tensor_parallel/layers.py:581``).
+    Where the trainer's buffers are adjacent, too, the gradient is added to ``main_grad`` here, by one kernel for
+    all; a kernel that has done so before hands on none. Then each parameter is marked so and gets a placeholder,
+    as in Megatron, for the hooks that wait for a gradient (``core/tensor_parallel/layers.py:581``).
     """
 
     @staticmethod
@@ -34,8 +38,12 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        if gradients[0] is not None:
-            return gradients[0].split([part.shape[0] for part in ctx.parts])
+        (gradient,) = gradients
+        if gradient is not None:
+            buffers = [getattr(part, "main_grad", None) for part in ctx.parts]
+            if not _adjacent(buffers):
+                return gradient.split([part.shape[0] for part in ctx.parts])
+            _whole(buffers).add_(gradient)
         for part in ctx.parts:
             part.grad_added_to_main_grad = True
         return tuple(
@@ -44,11 +52,35 @@ class _Join(torch.autograd.Function):
         )
 
 
+@dataclass(frozen=True)
+class ProductOutput:
+    """Holds what one product computes for several linears.
+
+    Attributes:
+        output: [b, s, all features]
+        order: the linears in the order of their features.
+        sizes: features of each.
+    """
+
+    output: torch.Tensor
+    order: Sequence[Any]
+    sizes: Sequence[int]
+
+    def by_linear(self) -> dict[int, torch.Tensor]:
+        """Returns the output of each linear by its id."""
+        if len(self.order) == 1:
+            return {id(self.order[0]): self.output}
+        parts = self.output.split(list(self.sizes), dim=-1)
+        return {id(member): part for member, part in zip(self.order, parts, strict=True)}
+
+
 class SharedProduct:
     """Computes linears with the same input at the first call.
 
     It is not a module, so that the module tree stays the definition's.
     """
+
+    members: tuple[Any, ...]
 
     def __init__(self) -> None:
         self._source: tuple[torch.Tensor, int, bool] | None = None
@@ -63,18 +95,23 @@ class SharedProduct:
         version = 0 if x.is_inference() else x._version  # which inference tensors do not count
         source = (x, version, torch.is_grad_enabled())
         if not self._handed_out_for(source) or id(member) not in self._waiting:
-            outputs = self._compute(x)
+            outputs = self.output(x)
             if outputs is None:
                 self._source = None
                 return None
-            self._source, self._waiting = source, outputs
+            self._source, self._waiting = source, outputs.by_linear()
         output = self._waiting.pop(id(member))
         if not self._waiting:
             self._source = None  # all are handed out: nothing is kept alive
         return output
 
-    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
-        """Returns the output of each member by its id; None if they can't be computed together."""
+    def output(self, x: torch.Tensor) -> ProductOutput | None:
+        """Returns what all members make of ``x``; None if they can't be computed together."""
+        for member in self.members:  # a call of one waits for its own parameters alone
+            wait_for_parameters(member)
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> ProductOutput | None:
         raise NotImplementedError
 
     def _handed_out_for(self, source: tuple[torch.Tensor, int, bool]) -> bool:
@@ -95,7 +132,7 @@ class FusedColumns(SharedProduct):
         if members[0].bias is not None:
             make_adjacent([member.bias for member in members])
 
-    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor] | None:
+    def _product(self, x: torch.Tensor) -> ProductOutput | None:
         first = self.members[0]
         order = sorted(self.members, key=lambda member: member.weight.data_ptr())
         weights = [member.weight for member in order]
@@ -124,8 +161,7 @@ class FusedColumns(SharedProduct):
             tp_group=first.tp_group,
         )
         output = first.tokens.as_before(output, x) if split else output
-        parts = output.split([weight.shape[0] for weight in weights], dim=-1)
-        return {id(member): part for member, part in zip(order, parts, strict=True)}
+        return ProductOutput(output, order, [weight.shape[0] for weight in weights])
 
 
 def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
@@ -147,8 +183,13 @@ def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(p.shape[0] for p in parts), *first.shape[1:]), first.stride())
 
 
-def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether each tensor begins where the previous one ends, in one storage (a single one does)."""
+def _adjacent(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Returns whether each tensor begins where the previous one ends, in one storage (a single one does).
+
+    Without one of them (None) they are not.
+    """
+    if any(tensor is None for tensor in tensors):
+        return False
     for before, after in pairwise(tensors):
         if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
             return False

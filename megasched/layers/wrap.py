@@ -26,6 +26,21 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> No
     module.forward = functools.wraps(inner)(wrapper(inner))
 
 
+def waits_for_parameters(hook: Callable[..., Any]) -> bool:
+    """Returns whether a hook is one that Megatron's ``--overlap-param-gather`` puts before every module.
+
+    See ``core/distributed/distributed_data_parallel.py:432``.
+    """
+    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
+
+
+def wait_for_parameters(module: nn.Module) -> None:
+    """Waits until a module's own parameters are gathered, for code that reads them without calling the module."""
+    for hook in list(module._forward_pre_hooks.values()):
+        if waits_for_parameters(hook):
+            hook(module, ())
+
+
 def draw_forked(module: nn.Module) -> None:
     """Makes the module draw random numbers from Megatron's model-parallel RNG state."""
 

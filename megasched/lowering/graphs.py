@@ -17,7 +17,7 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.compilers import get_compiler
 from megasched.graph.definition_graphs import standing_leaves
-from megasched.graph.intercept import Hook, Limits
+from megasched.graph.intercept import Limits
 from megasched.graph.partition import Edit, ExtractedSubgraph
 from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
@@ -26,6 +26,7 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import ReplicatedHeadsLinear
 from megasched.layers.recompute.recompute import recompute, tracker_states
 from megasched.layers.te.linear import TeLinear
+from megasched.layers.wrap import waits_for_parameters
 
 
 def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> Callable[[str], bool]:
@@ -55,7 +56,7 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
         }
         traced[record.path] = trace_module(
             module,
-            Limits(leaves, apart, _waits_for_parameters),
+            Limits(leaves, apart, waits_for_parameters),
             path=record.path,
             source=record.source,
             probe=_random_states_kept,
@@ -113,14 +114,6 @@ def _replaced(record: Record, part: ExtractedSubgraph) -> Callable[..., Any]:
         remedy = f"take the module's own as inputs: {', '.join(part.subgraph.inputs)}"
         raise ScheduleError(Problem(what, record.path, record.source, remedy))
     return new
-
-
-def _waits_for_parameters(hook: Hook) -> bool:
-    """Returns whether a hook is one that Megatron's ``--overlap-param-gather`` puts before every module.
-
-    See ``core/distributed/distributed_data_parallel.py:432``.
-    """
-    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 @contextmanager

@@ -20,6 +20,11 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.context_parallel import enter_sequence_region, gather_recorded
 from megasched.layers.embedding import lower_embedding, lower_features
 from megasched.layers.experts import lower_experts
+from megasched.layers.fused.activations import fuse_activations
+from megasched.layers.fused.gated_mlp import fuse_gates
+from megasched.layers.fused.kernels import compiles
+from megasched.layers.fused.norms import fuse_norms
+from megasched.layers.fused.rotary import fuse_rotary
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.linear import lower_linear
 from megasched.layers.megatron.attention import lower_attention
@@ -27,7 +32,6 @@ from megasched.layers.megatron.layer import lower_block
 from megasched.layers.megatron.mlp import lower_mlp
 from megasched.layers.megatron.moe import lower_mixture
 from megasched.layers.megatron.rotary import rotary_angles
-from megasched.layers.norms import fuse_norms
 from megasched.layers.regions import (
     enter_region,
     join_sequence,
@@ -82,7 +86,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     _join(model, plan, alone)
     fused = fused_paths(plan)
     traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
-    fuse_norms(model, lambda path: alone(path) and fused(path) and not traced(path))
+    _fuse(model, context, lambda path: alone(path) and fused(path) and not traced(path))
     _enter_sequence_regions(model, context, alone)  # inside of TP regions, which have all of a rank's part
     _lower_regions(regions, model, context, alone)
     if context.size > 1:
@@ -163,6 +167,15 @@ def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
         fused_columns = TeProduct(members) if paths[0] in plan.te_linears else FusedColumns(members)
         for member in members:
             member.fused_columns = fused_columns
+
+
+def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
+    """Has fewer kernels compute what definitions write in several operations."""
+    fuse_norms(model, here)
+    if compiles(context.device):
+        fuse_rotary(model, here)
+    gated = fuse_gates(model, context.plan.fused_columns, here)
+    fuse_activations(model, lambda path: here(path) and path.rpartition(".")[0] not in gated)
 
 
 def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: bool) -> nn.Module:

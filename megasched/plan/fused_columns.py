@@ -71,6 +71,7 @@ def _plain(plan: Plan, path: str, shared: Counter[str]) -> bool:
     return (
         path not in plan.tp_facts.gather
         and path not in plan.tp_facts.overwritten  # a part of a product is a view of it
+        and path not in plan.tp_facts.read_elsewhere  # the gradient of a product is added for all of its readers
         and path not in plan.replicated_heads
         and placement.padded is None
         and shared[placement.name] == 1

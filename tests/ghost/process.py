@@ -34,8 +34,9 @@ def environment(folder: str, devices: int = 1, te: bool = False, **more: str) ->
         more: further variables.
     """
     ghost = library()
+    compiling = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     return {
-        **os.environ,
+        **compiling,  # what other tests switch off
         "LD_PRELOAD": str(ghost),
         "TRITON_LIBCUDA_PATH": str(ghost.parent),  # what its launchers are linked with
         "PYTHONPATH": os.pathsep.join(map(str, [SITE, ROOT, *(TE if te else ())])),

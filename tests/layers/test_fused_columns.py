@@ -52,7 +52,7 @@ class Counted:
     """Counts the products of joint columns, and those that had to be left to each column."""
 
     def __enter__(self):
-        self.real, self.done, self.left = FusedColumns._compute, 0, 0
+        self.real, self.done, self.left = FusedColumns._product, 0, 0
 
         def compute(fused_columns, x):
             found = self.real(fused_columns, x)
@@ -62,11 +62,11 @@ class Counted:
                 self.done += 1
             return found
 
-        FusedColumns._compute = compute
+        FusedColumns._product = compute
         return self
 
     def __exit__(self, *error):
-        FusedColumns._compute = self.real
+        FusedColumns._product = self.real
 
 
 def _levels(tp):

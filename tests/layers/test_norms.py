@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.layers.norms import fuse_norms
+from megasched.layers.fused.norms import fuse_norms
 from tests.lowering.models import tiny_model
 
 

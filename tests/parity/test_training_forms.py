@@ -179,10 +179,20 @@ def test_kv_heads_fewer_than_ranks_are_replicated_exactly(ranks, tmp_path, famil
         assert relative(gradients[name], wanted) < 1e-5, name
 
 
+DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
 def test_overlapped_communication_gives_the_same(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
-    flags = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-    reports = ranks.run(4, train, folder, ["--tensor-model-parallel-size", "2", *flags], iterations=3)
+    flags = ["--tensor-model-parallel-size", "2", *DISTRIBUTED]
+    reports = ranks.run(4, train, folder, flags, iterations=3)
+    assert_same_losses(reports, one_rank(ranks, folder, iterations=3))
+
+
+def test_a_product_waits_for_all_of_its_parameters(ranks, tmp_path):
+    """Each parameter is in a bucket of its own, which is gathered when a module that has it is called."""
+    folder = tiny.save("llama", tmp_path)
+    reports = ranks.run(2, train, folder, [*DISTRIBUTED, "--ddp-bucket-size", "1"], iterations=3)
     assert_same_losses(reports, one_rank(ranks, folder, iterations=3))
 
 
@@ -193,9 +203,6 @@ def _products(folder, flags):
     with Counted() as counted:
         report = train(folder, flags, iterations=2)
     return report, counted.done, counted.left
-
-
-DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 
 
 @pytest.mark.parametrize(

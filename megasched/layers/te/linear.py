@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megasched.layers.build_context import BuildContext
-from megasched.layers.fused_columns import SharedProduct, make_adjacent
+from megasched.layers.fused_columns import ProductOutput, SharedProduct, make_adjacent
 from megasched.layers.linear import make_parameter
 from megasched.layers.tokens import Tokens
 
@@ -75,16 +75,13 @@ class TeProduct(SharedProduct):
             if biased:
                 setattr(self._linear, f"{name}_bias", member.bias)
 
-    def _compute(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Returns the output [..., out / tp] of each member by its id."""
+    def _product(self, x: torch.Tensor) -> ProductOutput:
+        """Maps the input of the members to their outputs, [..., all of their out / tp]."""
         one = self.members[0]
         self._linear.train(one.training)
         output = self._linear(one.take(x), is_first_microbatch=self.first)
         self.first = False
-        if len(self.members) == 1:
-            return {id(one): output}
-        parts = output.split(self._sizes, dim=-1)
-        return {id(member): part for member, part in zip(self._order, parts, strict=True)}
+        return ProductOutput(output, self._order, self._sizes)
 
 
 class TeLinear(nn.Module):
