@@ -19,6 +19,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.current_session import get_session
+from megasched.trainer.parameter_waits import wait_for_uncalled
 from megasched.trainer.scheduled_model import ScheduledModel
 from megasched.trainer.stages.shared_parameters import finalize_with_shared
 from megasched.trainer.stages.stage import Stage
@@ -79,6 +80,7 @@ class ScheduledModelBuilder(GPTModelBuilder):
         watch_unreached(chunk.definition, session.reach.uncalled)
         spare(chunk.local_parameters().values(), spared_names(session.definition))
         chunk.register_forward_pre_hook(checked_ids, with_kwargs=True)
+        wait_for_uncalled(chunk, chunk.definition)
         if chunk.shared_copies():
             config.finalize_model_grads_func = finalize_with_shared(pp)
         return chunk

@@ -6,6 +6,7 @@ It needs g++ and the headers that come with torch's CUDA build; no CUDA toolkit.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -34,6 +35,11 @@ def why_not() -> str:
     if shutil.which("g++") is None:
         return "g++ is not on PATH: ghost CUDA is built by it"
     return ""
+
+
+def required() -> bool:
+    """Whether tests on ghost GPUs must run: ``MEGASCHED_REQUIRE_GHOST=1``, as CI has it."""
+    return os.environ.get("MEGASCHED_REQUIRE_GHOST") == "1"
 
 
 def library() -> Path:

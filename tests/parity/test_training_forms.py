@@ -10,7 +10,7 @@ import torch
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.reference import hf_loss, hf_model, relative
 from megasched.verify.trainer_run import batches_of, gather, losses, train
-from tests import tiny
+from tests import remote, tiny
 from tests.parity.cases import slow, spread
 from tests.parity.steps import assert_same_losses, one_rank, unscheduled
 
@@ -194,6 +194,26 @@ def test_a_product_waits_for_all_of_its_parameters(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
     reports = ranks.run(2, train, folder, [*DISTRIBUTED, "--ddp-bucket-size", "1"], iterations=3)
     assert_same_losses(reports, one_rank(ranks, folder, iterations=3))
+
+
+# Reads the weight of a linear that it doesn't call.
+READS = """
+class Mlp(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.read = nn.Conv1d(config.hidden_size, 1, 1, bias=False)
+
+    def forward(self, x):
+        return self.up(x) * self.read.weight[0, :, 0]
+"""
+
+
+def test_code_waits_for_weights_that_it_reads_without_a_call(ranks, tmp_path):
+    folder = remote.write(tmp_path / "model", READS)
+    flags = ["--trust-remote-code", "--lr", "0.01"]
+    reports = ranks.run(2, train, folder, [*flags, *DISTRIBUTED, "--ddp-bucket-size", "1"], iterations=3)
+    assert_same_losses(reports, ranks.run(1, train, folder, flags, iterations=3))
 
 
 def _products(folder, flags):
