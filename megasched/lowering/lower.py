@@ -175,7 +175,8 @@ def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) 
     if compiles(context.device):
         fuse_rotary(model, here)
     gated = fuse_gates(model, context.plan.fused_columns, here)
-    fuse_activations(model, lambda path: here(path) and path.rpartition(".")[0] not in gated)
+    if context.device.type == "cuda":  # where each operation is a kernel
+        fuse_activations(model, lambda path: here(path) and path.rpartition(".")[0] not in gated)
 
 
 def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: bool) -> nn.Module:

@@ -60,11 +60,19 @@ def fuse_activations(model: nn.Module, here: Callable[[str], bool]) -> None:
             wrap_forward(module, partial(_by_kernel, ACTIVATIONS[name].forward))
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Returns whether a module's forward is code of transformers.
+
+    A trial compares what a forward returns. Code of others may leave something behind as well: a term of the loss
+    in a list, say. So it is not replaced.
+    """
+    return type(module).forward.__module__.startswith("transformers.")
+
+
 def _may_be_activation(module: nn.Module) -> bool:
-    """Returns whether a module holds nothing, is not torch's, and maps one tensor."""
+    """Returns whether a module is of transformers, holds nothing, and maps one tensor."""
     held = (*module._parameters.values(), *module._buffers.values(), *module._modules.values())
-    torchs = type(module).__module__.startswith("torch.")
-    if torchs or "forward" in vars(module) or any(each is not None for each in held):
+    if "forward" in vars(module) or any(each is not None for each in held) or not is_of_transformers(module):
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megasched.definition.instances import comparable_state, computes, real_tensors, tried_once
-from megasched.layers.fused.activations import ACTIVATIONS
+from megasched.layers.fused.activations import ACTIVATIONS, is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused_columns import SharedProduct
 from megasched.layers.wrap import Forward, waits_for_parameters, wrap_forward
@@ -52,7 +52,7 @@ def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Calla
         (parent,) = parents
         module = model.get_submodule(parent)
         names = tuple(path.rpartition(".")[2] for path in paths)
-        if not here(parent) or "forward" in vars(module):
+        if not here(parent) or "forward" in vars(module) or not is_of_transformers(module):
             continue
         mlp = tried_once(shown, _state(module, names), partial(_gated_mlp, module, names))
         if mlp is not None:
