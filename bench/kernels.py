@@ -26,8 +26,6 @@ from tests.ghost import process
 from tests.ghost.ledger import kernels, waits
 
 DEPTHS = (2, 3)
-WITHOUT_TE = ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"]
-WITHOUT_TE += ["--no-rope-fusion"]
 
 
 def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bool) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--te", action="store_true", help="with Transformer Engine")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     options, extra = parser.parse_known_args(argv)
-    flags = (*([] if options.te else WITHOUT_TE), "--no-check-for-nan-in-loss-and-grad", *extra)
+    flags = (*(() if options.te else process.WITHOUT_TE), "--no-check-for-nan-in-loss-and-grad", *extra)
     setting = trainer_side.Setting(options.shape, options.micro_batch_size, options.bf16, extra=flags)
     found, left_out = {}, {}
     for name in options.contenders:

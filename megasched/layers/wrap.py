@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megasched.graph import opaque
+from megasched.graph.intercept import Limits
 from megasched.layers.recompute.kept_state import KeptState
 from megasched.layers.recompute.recompute import recompute_call
 from megasched.layers.rng import fork_rng
@@ -34,11 +35,13 @@ def waits_for_parameters(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
+# What keeps a module a call, but for hooks that wait.
+WAITING = Limits(waits=waits_for_parameters)
+
+
 def wait_for_parameters(module: nn.Module) -> None:
     """Waits until a module's own parameters are gathered, for code that reads them without calling the module."""
-    for hook in list(module._forward_pre_hooks.values()):
-        if waits_for_parameters(hook):
-            hook(module, ())
+    WAITING.wait(module)
 
 
 def draw_forked(module: nn.Module) -> None:

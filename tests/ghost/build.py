@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,8 +59,11 @@ def library() -> Path:
             made.mkdir()
             _compile_ghost(made / LIBRARY)
             _compile_torch_side(made / "libghost_torch.so")
-            with suppress(OSError):  # another process has been faster
+            try:
                 made.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process has been faster
+                    raise
     return folder / LIBRARY
 
 

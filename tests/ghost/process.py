@@ -16,6 +16,9 @@ from tests.process import ROOT
 SITE = Path(__file__).parent / "site"
 # Transformer Engine with its compiled parts, and what it imports.
 TE = (Path(sys.prefix) / "ghost-te", Path(sys.prefix) / "te")
+# Megatron's flags where it is not there.
+WITHOUT_TE = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion")
+WITHOUT_TE += ("--no-rope-fusion",)
 # Whole numbers are computed on the host (site/ghost_torch.py): for mixtures, and for positions that are read.
 INTEGERS = {"GHOST_INTEGERS": "1"}
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from tests.ghost import process
 
 LEVELS = str(process.ROOT / "bench" / "levels.py")
-WITHOUT_TE = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"]
-WITHOUT_TE += ["--no-masked-softmax-fusion", "--no-rope-fusion"]
+WITHOUT_TE = [*process.WITHOUT_TE, "--no-gradient-accumulation-fusion"]
 _TRAINED = ["--bf16", "--lr", "1e-3", "--eval-iters", "0", "--log-interval", "1", "--hf-random-init"]
 _TRAINED += ["--tokenizer-type", "NullTokenizer", "--mock-data"]
 

@@ -20,7 +20,7 @@ from megasched.definition.instances import comparable_state, computes, real_tens
 from megasched.layers.fused.activations import ACTIVATIONS, is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused_columns import SharedProduct
-from megasched.layers.wrap import Forward, waits_for_parameters, wrap_forward
+from megasched.layers.wrap import WAITING, Forward, wrap_forward
 
 _HIDDEN, _INNER = 6, 10  # sizes of a trial
 
@@ -135,9 +135,7 @@ def _bare(module: nn.Module) -> bool:
 
     The product waits for the parameters of its members itself.
     """
-    before = [hook for hook in module._forward_pre_hooks.values() if not waits_for_parameters(hook)]
-    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return "forward" not in vars(module) and not before and not any(others)
+    return "forward" not in vars(module) and not WAITING.is_hooked(module)
 
 
 class GatedActivation(torch.autograd.Function):
