@@ -20,9 +20,13 @@ def compiles(device: torch.device) -> bool:
 
 
 @cache
-def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function by Inductor, for tensors on a GPU where that is allowed; as it is for others."""
-    compiled = torch.compile(function)
+def one_kernel(function: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Returns the function by Inductor, for tensors on a GPU where that is allowed; as it is for others.
+
+    Args:
+        kernel: computes the same there; by default the function, compiled.
+    """
+    compiled = torch.compile(function) if kernel is None else kernel
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         devices = {each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)}

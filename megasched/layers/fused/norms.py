@@ -67,6 +67,8 @@ def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
         def fused(x: torch.Tensor) -> torch.Tensor:
             if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
                 return forward(x)
+            if x.is_cuda:  # the kernel would copy columns of a joint product in both passes, and keep all of it
+                x = x.contiguous()
             return F.rms_norm(x, module.weight.shape, module.weight, eps)
 
         return fused
