@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ DEPTHS = (2, 3)
 def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bool) -> dict[str, Any]:
     """What a layer of a contender costs; see ``of_layer``."""
     measured = []
+    mixture = "num_local_experts" in trainer_side.shapes.SHAPES[setting.shape]
+    integers = process.INTEGERS if mixture else {}  # without them, experts get no tokens
     with tempfile.TemporaryDirectory() as folder:
         for layers in DEPTHS:
             spec = {**asdict(contender), "layers": layers, "setting": asdict(setting)}
             output = Path(folder) / f"{layers}.json"
             worker = str(Path(__file__).with_name("layer_worker.py"))
-            process.run([worker, json.dumps(spec), str(output)], te=te)
+            process.run([worker, json.dumps(spec), str(output)], te=te, **integers)
             measured.append(json.loads(output.read_text()))
     return of_layer(*measured)
 
@@ -44,7 +47,8 @@ def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bo
 def of_layer(fewer: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """What one layer adds: kernels by name of each pass, bytes kept for the backward, and waits of the host.
 
-    ``kept_bytes`` is what torch's allocator holds after a forward. ``waits`` are those of a whole step of the
+    ``kept_bytes`` is what torch's allocator holds after a forward. ``moved_bytes`` is what kernels beside products
+    and attention read and write, by the operation. ``waits`` are those of a whole step of the
     smaller model, and what a layer adds to them.
     """
     found: dict[str, Any] = {}
@@ -52,6 +56,9 @@ def of_layer(fewer: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         added = kernels(more[part])
         added.subtract(kernels(fewer[part]))
         found[part] = {"kernels": added.total(), "by_name": dict(sorted((+added).items()))}
+    moved = Counter(more["moved"])
+    moved.subtract(fewer["moved"])
+    found["moved_bytes"] = {"all": moved.total(), "by_name": dict(sorted((+moved).items()))}
     found["kept_bytes"] = more["kept"] - fewer["kept"]
     found["bytes_before"] = more["before"] - fewer["before"]
     found["waits"] = {
@@ -79,11 +86,13 @@ def main(argv: list[str] | None = None) -> int:
         try:
             found[name] = count(known[name], setting, options.te)
         except process.Failed as error:
-            left_out[name] = next(line for line in reversed(str(error).splitlines()) if "Error: " in line)
+            lines = str(error).splitlines()
+            left_out[name] = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
             print(f"{name:18} LEFT OUT, {left_out[name]}", flush=True)
             continue
         said = "/".join(str(found[name][part]["kernels"]) for part in ("forward", "backward"))
-        print(f"{name:18} kernels {said:8} kept {found[name]['kept_bytes'] / 1e6:6.0f} MB", flush=True)
+        kept, moved = found[name]["kept_bytes"] / 1e6, found[name]["moved_bytes"]["all"] / 1e6
+        print(f"{name:18} kernels {said:8} kept {kept:6.0f} MB  moved {moved:6.0f} MB", flush=True)
     if options.output:
         result = {"setting": asdict(setting), "te": options.te, "contenders": found, "left_out": left_out}
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -19,6 +19,7 @@ import trainer_side
 def count(builder: str, schedule: str, layers: int, setting: dict[str, Any]) -> dict[str, Any]:
     """The events of a forward, a backward and a step, and bytes: kept for the backward, and all that is there."""
     import torch
+    import traffic
 
     from tests.ghost.ledger import recording
 
@@ -40,7 +41,13 @@ def count(builder: str, schedule: str, layers: int, setting: dict[str, Any]) -> 
         loss.backward()
     with recording() as step:
         side.step(data)
-    return {"forward": forward, "backward": backward, "step": step, "kept": kept, "before": before}
+    with traffic.counting() as moved:
+        output, loss_func = trainer_side.forward_step(data, model)
+        loss_func(output)[0].backward()
+    return {
+        **{"forward": forward, "backward": backward, "step": step},
+        **{"kept": kept, "before": before, "moved": moved},
+    }
 
 
 if __name__ == "__main__":

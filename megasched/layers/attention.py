@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from megasched.analysis.trials import attention_switch
 from megasched.definition import attention_interface
@@ -25,10 +24,12 @@ from megasched.definition.mask_interface import in_context
 from megasched.definition.sequence_split import causal_mask
 from megasched.errors import MegaschedError
 from megasched.layers.context_parallel import CpGroup
+from megasched.layers.fused import capped_attention
 from megasched.layers.packed import is_packed_mask
 from megasched.layers.recompute.recompute import recompute
 from megasched.layers.rng import fork_rng
 from megasched.layers.te.attention import TeCore, why_not_te, window_of
+from megasched.layers.torch_attention import fused_attention, plain_attention
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,10 @@ class AttentionCall:
             )
         if self.softcap is None and self.sinks is None and self.position_bias is None:
             return fused_attention(query, key, value, self.mask, causal, self.dropout, self.scaling)
+        if self._is_capped_alone and capped_attention.takes(query, key, value):
+            return capped_attention.capped_attention(
+                query, key, value, softcap=self.softcap, left=self.window[0], scaling=self.scaling
+            )
         return plain_attention(
             query,
             key,
@@ -135,6 +140,12 @@ class AttentionCall:
             sinks=self.sinks,
             position_bias=self.position_bias,
         )
+
+    @property
+    def _is_capped_alone(self) -> bool:
+        """Whether its logits are capped, and it is causal or has a window, and that is all."""
+        others = self.sinks is not None or self.position_bias is not None or self.dropout
+        return self.softcap is not None and bool(self.causal or self.windowed) and not others
 
 
 def attention_forward(
@@ -221,8 +232,9 @@ def resolve(
     if sinks is not None and settings.local_heads is not None and sinks.dim() == 1:
         sinks = sinks.narrow(0, settings.first_head, settings.local_heads)
     window = window_of(sliding_window, length * (1 if context is None else context.zigzag.size))
-    # A causal layer's mask is its window; any other mask is the definition's own and goes to torch.
-    windowed, packed = causal_layer and mask is not None and window[0] >= 0, None
+    # A causal layer's mask is its window, which may be as long as the sequence; any other mask is the definition's
+    # own and goes to torch.
+    windowed, packed = causal_layer and mask is not None and sliding_window is not None, None
     if settings.packed and mask is not None:
         windowed = False  # it may divide sequences, too
         if te is not None and causal_layer and bounds is not None:
@@ -262,9 +274,8 @@ def _why_not_te(te: TeCore, context: CpGroup | None, call: AttentionCall) -> str
     )
     if reason or context is None:
         return reason
-    return te.why_not_in_context(
-        call.query, call.key, windowed=call.windowed, softcap=call.softcap, sinks=call.sinks
-    )
+    windowed = call.windowed and call.window[0] >= 0
+    return te.why_not_in_context(call.query, call.key, windowed=windowed, softcap=call.softcap, sinks=call.sinks)
 
 
 def _with_all_keys(module: nn.Module, context: CpGroup, call: AttentionCall) -> AttentionCall:
@@ -305,71 +316,6 @@ def _of_selected(mask: torch.Tensor | None, causal: bool, indices: torch.Tensor,
     if mask.dtype == torch.bool:
         return mask & selected
     return mask.masked_fill(~selected, torch.finfo(mask.dtype).min)
-
-
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Runs torch's kernel on [b, heads, s, d] tensors; k and v may have fewer heads, in groups."""
-    grouped = key.shape[1] != query.shape[1]
-    if grouped and (mask is not None or key.shape[-1] != value.shape[-1]):
-        # torch's kernels take grouped heads only without a mask; with one they fall back to plain math.
-        key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
-    )
-
-
-def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    dropout: float,
-    scaling: float | None,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Computes attention that no fused kernel of torch supports.
-
-    It has soft-capped logits (Gemma 2), sinks (gpt-oss) or position bias (T5).
-    """
-    key, value = (_repeat_heads(t, query.shape[1]) for t in (key, value))
-    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if position_bias is not None:
-        logits = logits + position_bias
-    if causal:
-        size = (query.shape[2], key.shape[2])
-        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        # Not -inf: a padding query attends to nothing, and its NaN would reach every other by 0 * NaN.
-        lowest = max(torch.finfo(logits.dtype).min, torch.finfo(torch.float32).min)
-        logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
-    if sinks is not None:
-        of_heads = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
-        of_queries = of_heads.expand(query.shape[0], -1, query.shape[2], -1)
-        logits = torch.cat([logits, of_queries], dim=-1)
-    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return F.dropout(weights, dropout) @ value
-
-
-def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns [b, heads, s, d] of [b, groups, s, d], each group repeated for all its query heads."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
 def register() -> None:

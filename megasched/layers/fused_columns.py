@@ -13,12 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import (
-    linear_with_frozen_weight,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
 from torch import nn
 
+from megasched.layers.fused.biased_product import linear
 from megasched.layers.wrap import wait_for_parameters
 
 
@@ -147,11 +144,8 @@ class FusedColumns(SharedProduct):
             if not _adjacent(gradients):
                 return None
             weight.main_grad = _whole(gradients)
-        forward = (
-            linear_with_grad_accumulation_and_async_allreduce if True in trained else linear_with_frozen_weight
-        )
         split = first.sequence_parallel
-        output = forward(
+        output = linear(
             first.tokens.sequence_first(x).contiguous() if split else x,
             weight,
             _Join.apply(*biases) if biases else None,

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from megasched.definition.linears import output_axis
 from megasched.layers.build_context import BuildContext
+from megasched.layers.fused.biased_product import linear
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.regions import all_reduce_gradient
 from megasched.layers.tokens import Tokens
@@ -54,6 +55,9 @@ class ColumnLinear(ColumnParallelLinear):
         output = self._computed(x)
         return output.clone() if self.overwritten else output
 
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        return linear(input, weight, **options)
+
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
             return _as_before(x, self._computed(x.reshape(-1, x.shape[-1])))
@@ -78,9 +82,11 @@ class RowLinear(RowParallelLinear):
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
         overwritten: as above.
         inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
+        adds_bias_at_once: the product is whole on this rank, and has the bias; Megatron's forward adds none.
         tokens: as above.
     """
 
+    adds_bias_at_once: bool = False
     takes_part: bool = False
     overwritten: bool = False
     inside: bool = False
@@ -101,6 +107,9 @@ class RowLinear(RowParallelLinear):
         if self.inside:
             output = all_reduce_gradient(output, self.tp_group)
         return output.clone() if self.overwritten else output
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: None, **options: Any) -> torch.Tensor:
+        return linear(input, weight, self.bias if self.adds_bias_at_once else bias, **options)
 
 
 class ReplicatedHeadsLinear(nn.Module):
@@ -179,7 +188,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
             lowered.overwritten = path in plan.tp_facts.overwritten
             lowered.real_features = out_features if weight.padded else None
         else:
-            stays = path in plan.tp_facts.rows_inside
+            stays, alone = path in plan.tp_facts.rows_inside, context.size == 1
             lowered = RowLinear(
                 in_features,
                 out_features,
@@ -187,9 +196,10 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
                 init_method=nn.init.zeros_,
                 bias=bias,
                 input_is_parallel=inside or path not in plan.tp_facts.scatter,
-                skip_bias_add=False,
+                skip_bias_add=bias and alone,
                 tp_group=context.group,
             )
+            lowered.adds_bias_at_once = bias and alone
             lowered.takes_part, lowered.inside = inside, stays
             lowered.overwritten = path in plan.tp_facts.overwritten
     lowered.tokens = context.tokens

@@ -99,6 +99,13 @@ def test_a_sliding_window_is_tes_own_and_its_mask_is_not_needed(te):
     assert te[0]["window_size"] == (2, 0)
 
 
+def test_a_window_as_long_as_the_sequence_is_none(te):
+    """HF makes its mask, which says what causality says; Mistral at 4,096 tokens, say."""
+    options = {"mask": window_mask(7), "sliding_window": 7}
+    torch.testing.assert_close(attend(attention_te.TeCore(1, None), **options), attend(None, **options))
+    assert te[0]["window_size"] == (-1, 0)
+
+
 def test_a_window_longer_than_the_sequence_is_none(te):
     torch.testing.assert_close(attend(attention_te.TeCore(1, None), sliding_window=50), attend(None))
     assert te[0]["window_size"] == (-1, 0)

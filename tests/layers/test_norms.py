@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megasched.layers.fused import norms
 from megasched.layers.fused.norms import fuse_norms
 from tests.lowering.models import tiny_model
 
@@ -111,10 +112,10 @@ def test_another_dtype_than_the_weights_goes_the_definitions_way():
 
 
 @pytest.mark.parametrize(
-    ("family", "count"), [("llama", 5), ("qwen3", 9), ("phi3", 5), ("gemma2", 0), ("gpt2", 0), ("opt", 0)]
+    ("family", "count"), [("llama", 5), ("qwen3", 9), ("phi3", 5), ("gemma2", 9), ("gpt2", 0), ("opt", 0)]
 )
 def test_norms_of_the_families(family, count):
-    """Two layers: two norms each (four with those of q and k), and the last one."""
+    """Two layers: two norms each (four with those of q and k, or after attention and MLP), and the last one."""
     model = tiny_model(family)
     fuse_norms(model, lambda path: True)
     assert sum("forward" in vars(module) for module in model.modules()) == count
@@ -125,3 +126,23 @@ def test_weights_on_meta_do_not_matter_and_places_are_chosen():
         model = nn.Sequential(Norm(), Norm())
     fuse_norms(model, lambda path: path == "1")
     assert (is_fused(model, "0"), is_fused(model, "1")) == (False, True)
+
+
+def test_other_norms_of_transformers_are_compiled_as_they_are(monkeypatch):
+    """Gemma's adds 1 to its weight, in float32."""
+    calls = []
+
+    def one_kernel(function):
+        def counted(module, x):
+            calls.append(type(module).__name__)
+            return function(module, x)
+
+        return counted
+
+    monkeypatch.setattr(norms, "one_kernel", one_kernel)
+    model = tiny_model("gemma2")
+    ids = torch.arange(8)[None]
+    before = model(ids).logits
+    fuse_norms(model, lambda path: True)
+    assert torch.equal(model(ids).logits, before)
+    assert calls == ["Gemma2RMSNorm"] * (4 * model.config.num_hidden_layers + 1)

@@ -1,6 +1,7 @@
-"""Computes RMS norms by torch's single kernel, if a trial shows that it equals the definition's module.
+"""Computes norms by one kernel: torch's RMS norm, if a trial shows that it equals the definition's module.
 
-Definitions write the norm as five operations, each of which reads and writes the hidden state on a GPU.
+Definitions write a norm as five operations and more, each of which reads and writes the hidden state on a GPU.
+What is no such norm (Gemma's, whose weight is added to 1) is compiled there as it is written.
 """
 
 from __future__ import annotations
@@ -15,38 +16,41 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
+from megasched.layers.fused.activations import is_of_transformers
+from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.regions import Forward, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
-    """Makes ``F.rms_norm`` compute the RMS norms at the paths for which ``here`` holds.
+    """Makes one kernel compute each of the norms at the paths for which ``here`` holds.
 
     Modules, parameters and hooks stay.
     """
     shown: dict[Any, bool] = {}
     for path, module in model.named_modules():
-        eps = _epsilon(module)
-        if eps is None or not here(path):
+        if not here(path) or not _may_be_norm(module):
             continue
-        state = comparable_state(module)
+        eps, state = _epsilon(module), comparable_state(module)
         kind = None if state is None else (state, module.weight.shape[0])
-        if tried_once(shown, kind, partial(_computes_rms_norm, module, eps)):
+        if eps is not None and tried_once(shown, kind, partial(_computes_rms_norm, module, eps)):
             wrap_forward(module, _fused(module, eps))
+        elif is_of_transformers(module):
+            wrap_forward(module, partial(_compiled, module))
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    """Returns whether a module holds one vector, its weight, and maps one tensor; torch's own has its kernel."""
+    own = dict(module.named_parameters())
+    plain = set(own) == {"weight"} and own["weight"].dim() == 1 and not list(module.named_buffers())
+    if not plain or isinstance(module, nn.RMSNorm | nn.LayerNorm) or "forward" in vars(module):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon if a module may be an RMS norm, else None.
-
-    It may be one with a vector as its only parameter, one epsilon, and a forward of one argument.
-    """
-    own = dict(module.named_parameters())
-    plain = set(own) == {"weight"} and own["weight"].dim() == 1 and not list(module.named_buffers())
-    if not plain or isinstance(module, nn.RMSNorm) or "forward" in vars(module):
-        return None
-    if len(inspect.signature(module.forward).parameters) != 1:
-        return None
+    """Returns the epsilon of a norm, if it has one."""
     found = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
     return found[0] if len(found) == 1 else None
 
@@ -74,3 +78,7 @@ def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
         return fused
 
     return wrapper
+
+
+def _compiled(module: nn.Module, forward: Forward) -> Forward:
+    return partial(one_kernel(type(module).forward), module)

@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megasched.definition.sequence_split import causal_mask
-from megasched.layers.attention import fused_attention, plain_attention
 from megasched.layers.context_parallel import CpGroup
 from megasched.layers.packed import packed_mask
 from megasched.layers.rng import fork_rng
+from megasched.layers.torch_attention import fused_attention, plain_attention
 
 
 class CoreAttention(nn.Module):

@@ -111,6 +111,21 @@ def contiguous_unshared(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+def is_one_of_three(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether [b, s, heads, d] tensors are the thirds of one [b, s, 3, heads, d] tensor, in this order.
+
+    TE knows that layout (``bs3hd``), too, and reads it without a copy.
+    """
+    tensors = (query, key, value)
+    _, length, heads, width = query.shape
+    third = heads * width
+    strides = (length * 3 * third, 3 * third, width, 1)
+    return len({each.untyped_storage().data_ptr() for each in tensors}) == 1 and all(
+        each.shape == query.shape and each.stride() == strides and each.storage_offset() == number * third
+        for number, each in enumerate(tensors)
+    )
+
+
 @dataclass(frozen=True)
 class TeCpArgs:
     """Holds TE's arguments for context parallelism, under its own names.
@@ -209,7 +224,9 @@ class TeCore:
         core = self._made[form]
         if sinks is not None:  # TE's own parameter gives way to the definition's
             core.softmax_offset = sinks
-        q, k, v = contiguous_unshared(*(t.transpose(1, 2) for t in (query, key, value)))
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        if packed is not None or self.context is not None or not is_one_of_three(q, k, v):
+            q, k, v = contiguous_unshared(q, k, v)
         if packed is None:
             output = core(q, k, v)  # [b, s, heads * d]
         else:

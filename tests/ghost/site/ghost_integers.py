@@ -26,6 +26,11 @@ class Integers(TorchDispatchMode):
     The operator runs on the device, too, so that it is counted; what is moved for the host's part is not.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch compile what it would; with a mode that wants to see each operation, it would not."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _concerns(func, args, kwargs):

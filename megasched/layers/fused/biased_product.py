@@ -1,0 +1,46 @@
+"""Computes a linear with its bias by one kernel, where Megatron's function would add the bias by a second one.
+
+Megatron's function (``core/tensor_parallel/layers.py``) is an autograd function of its own: it communicates beside
+the products of its backward, and adds weights' gradients to the trainer's buffers. Where it does neither, torch's
+linear is the same, and cuBLAS adds the bias as it writes the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from torch.nn import functional as F
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
+    """Returns ``input @ weight.t() + bias``, [..., out].
+
+    Args:
+        input: [..., in]
+        weight: [out, in]
+        bias: [out]
+        options: of Megatron's function, by its names.
+    """
+    if bias is not None and _computes_alone(**options):
+        return F.linear(input, weight, bias)
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    forward = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
+    return forward(input, weight, bias, **options)
+
+
+def _computes_alone(
+    *,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: Any = None,
+    gtp_remat_size: int = 1,
+    **others: Any,
+) -> bool:
+    communicates = allreduce_dgrad or sequence_parallel or gtp_remat_size > 1
+    return not communicates and not gradient_accumulation_fusion and grad_output_buffer is None
