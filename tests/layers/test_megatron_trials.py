@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megasched import create_schedule, patches
@@ -187,6 +188,19 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch):
         known = Trials(plan, model, roles, subjects)
         assert not any(known(subject) for subject in subjects)
     assert asked == ["model.layers.0", "model.layers.5", LAYER]
+
+
+def test_a_router_is_tried_where_transformer_engine_is_installed(monkeypatch):
+    """Megatron's then computes by Transformer Engine's product, which takes no tensor of the host."""
+
+    def product(*args, **kwargs):
+        raise RuntimeError("CUDAGuardImpl initialized with non-CUDA DeviceType: cpu")
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", product)
+    model = made("mixtral")
+    plan, roles = planned(model), roles_of(model)
+    assert why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER)) == ""
+    assert moe_utils.te_general_gemm is product
 
 
 def test_a_trial_changes_nothing():
