@@ -114,12 +114,15 @@ def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torc
     Args:
         chosen: the experts of this rank's pairs; pairs without an expert are not sent.
     """
-    counts = torch.bincount(chosen, minlength=total)[:total].view(group.size(), -1)
+    size = group.size()
+    # What the host reads it waits for, as `bincount` does, and `repeat_interleave` of a size that it isn't told.
+    found = chosen.new_zeros(total + 1).scatter_add_(0, chosen.clamp(max=total), torch.ones_like(chosen))
+    counts = found[:total].view(size, -1)
     received = torch.empty_like(counts)
     torch.distributed.all_to_all_single(received, counts, group=group)  # [EP, experts of this rank]
-    local = torch.arange(counts.shape[1], device=chosen.device).repeat(group.size())
-    exchange = Exchange(group, counts.sum(1).tolist(), received.sum(1).tolist())
-    return exchange, local.repeat_interleave(received.flatten())
+    exchange = Exchange(group, *torch.stack([counts.sum(1), received.sum(1)]).tolist())
+    local = torch.arange(counts.shape[1], device=chosen.device).repeat(size)
+    return exchange, local.repeat_interleave(received.flatten(), output_size=sum(exchange.received))
 
 
 def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
