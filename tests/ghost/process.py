@@ -46,6 +46,7 @@ def environment(folder: str, devices: int = 1, te: bool = False, **more: str) ->
         "GHOST_FOLDER": folder,
         "GHOST_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes that import torch, for a handful of kernels
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # what Megatron asks for where it overlaps
         **more,
     }
@@ -67,10 +68,22 @@ def run(arguments: Sequence[str], ranks: int = 1, te: bool = False, timeout: flo
         Failed: it failed; with the end of what it printed.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    alone = one_rank() if ranks == 1 else {}
+    return run_command([sys.executable, *launcher, *arguments], ranks, te, timeout, **alone, **more)
+
+
+def run_command(
+    command: Sequence[str], devices: int = 1, te: bool = False, timeout: float = 300, **more: str
+) -> str:
+    """Runs a command that sees so many ghost GPUs, and returns what it prints.
+
+    Raises:
+        Failed: it failed; with the end of what it printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, *launcher, *arguments],
-            env=environment(folder, ranks, te, **(one_rank() if ranks == 1 else {}), **more),
+            command,
+            env=environment(folder, devices, te, **more),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,5 +92,5 @@ def run(arguments: Sequence[str], ranks: int = 1, te: bool = False, timeout: flo
             check=False,
         )
     if done.returncode:
-        raise Failed(done.stdout[-6000:])
+        raise Failed(done.stdout[-20000:])
     return done.stdout

@@ -22,6 +22,8 @@ def found() -> dict[str, object]:
     dist.broadcast(told, src=1)
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
+    large = [None] * size  # as what a checkpoint holds is told
+    dist.all_gather_object(large, f"text {rank} " * 10000)
     exchanged = torch.empty(size, dtype=torch.int64, device="cuda")
     dist.all_to_all_single(exchanged, torch.arange(size).add(10 * rank).cuda())
     part = torch.empty(1, dtype=mine.dtype, device="cuda")
@@ -31,14 +33,15 @@ def found() -> dict[str, object]:
     turns = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, neighbour, 1 - rank)]
     for request in dist.batch_isend_irecv(turns):
         request.wait()
-    large = torch.ones(10**6, device="cuda")
-    dist.all_reduce(large)
+    tensor = torch.ones(10**6, device="cuda")
+    dist.all_reduce(tensor)
     return {
         "summed": summed.tolist(),
         "largest": largest.item(),
         "gathered": gathered.tolist(),
         "told": told.item(),
         "objects": objects,
+        "large": [text == f"text {number} " * 10000 for number, text in enumerate(large)],
         "exchanged": exchanged.tolist(),
         "part": part.item(),
         "neighbour": neighbour.item(),

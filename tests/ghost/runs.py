@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from tests import tiny
 from tests.ghost import process
+from tests.ghost.collectives import disagreements
+from tests.ghost.ledger import waits
 
 LEVELS = str(process.ROOT / "bench" / "levels.py")
 WITHOUT_TE = [*process.WITHOUT_TE, "--no-gradient-accumulation-fusion"]
-_TRAINED = ["--bf16", "--lr", "1e-3", "--eval-iters", "0", "--log-interval", "1", "--hf-random-init"]
-_TRAINED += ["--tokenizer-type", "NullTokenizer", "--mock-data"]
+_TRAINED = ["--lr", "1e-3", "--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"]
+_TRAINED += ["--micro-batch-size", "1", "--global-batch-size", "4", "--num-workers", "0"]
+_MOCKED = ("--tokenizer-type", "NullTokenizer", "--mock-data", "--vocab-size", "500")
+
+
+# A model that kernels of GPUs take: heads of 64, and sizes that 8-bit products can be cut into, on two ranks, too.
+_WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+_WIDE |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256}
+LENGTH = 256
+
+
+def write_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """Writes the config of a small model that kernels of GPUs take, and returns the folder."""
+    tiny.save(family, folder, **{**_WIDE, **changes})
+    return folder
 
 
 class Run:
@@ -23,9 +41,27 @@ class Run:
         self.steps = steps
 
     @property
-    def iterations(self) -> int:
-        """How many iterations the log tells of."""
-        return len(re.findall(r"iteration +\d+/", self.said))
+    def iterations(self) -> list[int]:
+        """The numbers of the iterations that the log tells of."""
+        return [int(number) for number in re.findall(r"iteration +(\d+)/", self.said)]
+
+    @property
+    def waits(self) -> list[int]:
+        """How many times the host waits in the last step, by rank: in earlier ones, kernels are compiled."""
+        return [waits(steps[-1]) for steps in self.steps]
+
+    def faults(self, iterations: Sequence[int] = (1, 2)) -> list[str]:
+        """Says what is not as it must be in a run of these iterations; nothing if all is."""
+        return list(self._faults(list(iterations)))
+
+    def _faults(self, iterations: list[int]) -> Iterator[str]:
+        if self.iterations != iterations:
+            yield f"the log tells of iterations {self.iterations}"
+        for rank, steps in enumerate(self.steps):
+            if len(steps) != len(iterations) or not all(steps):
+                yield f"rank {rank} made steps of {[len(step) for step in steps]} events"
+        yield from disagreements([list(chain(*steps)) for steps in self.steps])
+        yield from (line for line in self.said.splitlines() if "isn't covered" in line)
 
 
 def train(
@@ -37,6 +73,8 @@ def train(
     te: bool = False,
     iterations: int = 2,
     length: int = 64,
+    precision: str = "--bf16",
+    data: Sequence[str] = _MOCKED,
     **more: str,
 ) -> Run:
     """Trains some iterations on as many ghost GPUs as ranks.
@@ -48,15 +86,28 @@ def train(
         ranks: processes.
         te: with Transformer Engine.
         iterations, length: of the training, and of a sequence.
+        precision: the flag that says it.
+        data: flags of tokenizer and data set; by default sequences that Megatron makes up.
         more: further environment variables.
     """
     level = f"{LEVELS}:{schedule}" if schedule in ("leaf", "fused", "block") else schedule
-    size = ["--seq-length", str(length), "--train-iters", str(iterations), "--vocab-size", "500"]
-    batch = ["--micro-batch-size", "1", "--global-batch-size", "4"]
-    given = ["pretrain_gpt.py", "--model-schedule", level, "--hf-model", str(model), *size, *batch, *_TRAINED]
+    given = ["--model-schedule", level, "--hf-model", str(model), "--hf-random-init"]
+    given += ["--seq-length", str(length)]
+    return _train([*given, *data, precision, *flags], ranks, te, iterations, {"MEGASCHED_TRACEBACK": "1", **more})
+
+
+def train_native(
+    flags: Sequence[str], *, ranks: int = 1, te: bool = False, iterations: int = 2, **more: str
+) -> Run:
+    """Trains Megatron's own GPT, which these flags describe, as ``train`` does a model under megasched."""
+    return _train([*_MOCKED, "--bf16", *flags], ranks, te, iterations, more)
+
+
+def _train(flags: Sequence[str], ranks: int, te: bool, iterations: int, more: Mapping[str, str]) -> Run:
+    given = [*_TRAINED, "--train-iters", str(iterations), *([] if te else WITHOUT_TE), *flags]
     with tempfile.TemporaryDirectory() as folder:
-        command = ["-m", "tests.ghost.trainer_case", folder, *given, *([] if te else WITHOUT_TE), *flags]
-        said = process.run(command, ranks=ranks, te=te, MEGASCHED_TRACEBACK="1", **more)
+        command = ["-m", "tests.ghost.trainer_case", folder, "pretrain_gpt.py", *given]
+        said = process.run(command, ranks=ranks, te=te, **more)
         events = [Path(folder, f"events.{rank}").read_text().splitlines() for rank in range(ranks)]
     return Run(said, [_steps(one) for one in events])
 

@@ -69,6 +69,7 @@ def test_ranks_hand_over_what_they_know():
             "gathered": [1, 0, 2, 10],
             "told": 1,
             "objects": [{"rank": 0}, {"rank": 1}],
+            "large": [True, True],
             "exchanged": [rank, 10 + rank],
             "part": [3, 10][rank],
             "neighbour": 101 - rank,

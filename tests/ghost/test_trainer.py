@@ -1,11 +1,8 @@
 """Two iterations of Megatron's own trainer on ghost GPUs, by torch's CUDA build: what rehearsal can't run."""
 
-from itertools import chain
-
 import pytest
 
 from tests import tiny
-from tests.ghost.collectives import disagreements
 from tests.ghost.process import INTEGERS
 from tests.ghost.runs import train
 
@@ -39,7 +36,4 @@ def llama(tmp_path_factory):
 def test_a_run_trains_and_its_ranks_agree(llama, case):
     level, ranks, flags = {**RUNS, **SLOW}[case]
     run = train(llama, level, flags.split(), ranks=ranks, **INTEGERS)
-    assert run.iterations == 2
-    assert [len(steps) for steps in run.steps] == [2] * ranks
-    assert list(disagreements([list(chain(*steps)) for steps in run.steps])) == []
-    assert "isn't covered" not in run.said
+    assert run.faults() == []

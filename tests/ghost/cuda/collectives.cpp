@@ -101,11 +101,18 @@ bool reduce(const std::vector<Payload>& all, size_t count, ncclDataType_t type, 
     }
 }
 
+// torch sends pickled objects as bytes: behind one that is shorter than another rank's, nothing is known.
+bool holds_objects(ncclDataType_t type) { return type == ncclUint8; }
+
+bool small(size_t bytes, ncclDataType_t type) {
+    return bytes && bytes <= (holds_objects(type) ? ghost::kObjects : ghost::kMeeting);
+}
+
 // Puts what this rank has, and has `finish` called with what all have.
-ncclResult_t meet(ncclComm* comm, const void* data, size_t bytes,
+ncclResult_t meet(ncclComm* comm, const void* data, size_t bytes, ncclDataType_t type,
                   std::function<void(const std::vector<Payload>&)> finish) {
     std::string name = comm->name + "-" + std::to_string(comm->collectives++) + "-";
-    ghost::put(name + std::to_string(comm->rank), data, bytes);
+    ghost::put(name + std::to_string(comm->rank), data, bytes, holds_objects(type));
     return later([=] {
         std::vector<Payload> all(comm->ranks);
         for (int rank = 0; rank < comm->ranks; ++rank)
@@ -124,8 +131,6 @@ ncclResult_t meet(ncclComm* comm, const void* data, size_t bytes,
 bool all_known(const std::vector<Payload>& all) {
     return std::all_of(all.begin(), all.end(), [](const Payload& one) { return one.known; });
 }
-
-bool small(size_t bytes) { return bytes && bytes <= ghost::kMeeting; }
 
 ncclResult_t make(ncclComm_t* comm, const std::string& name, int ranks, int rank) {
     *comm = new ncclComm{name, ranks, rank};
@@ -157,7 +162,7 @@ GHOST ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int ranks, int ran
 GHOST ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out, ncclConfig_t*) {
     int mine[2] = {color, key};
     std::string name = comm->name + "_" + std::to_string(comm->collectives) + "s" + std::to_string(color);
-    return meet(comm, mine, sizeof mine, [=](const std::vector<Payload>& all) {
+    return meet(comm, mine, sizeof mine, ncclInt32, [=](const std::vector<Payload>& all) {
         std::vector<std::pair<int, int>> members;  // key and rank of those of this colour, in their order
         for (int rank = 0; rank < comm->ranks; ++rank) {
             int theirs[2];
@@ -209,8 +214,8 @@ GHOST ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclD
                                  ncclComm_t comm, cudaStream_t) {
     note("AllReduce", comm, count, type);
     size_t bytes = count * size_of(type);
-    if (!small(bytes)) return ncclSuccess;
-    return meet(comm, from, bytes, [=](const std::vector<Payload>& all) {
+    if (!small(bytes, type)) return ncclSuccess;
+    return meet(comm, from, bytes, type, [=](const std::vector<Payload>& all) {
         if (reduce(all, count, type, op, to) && all_known(all)) ghost::set_known(to, bytes);
     });
 }
@@ -218,8 +223,8 @@ GHOST ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclData
                               ncclComm_t comm, cudaStream_t) {
     note("Reduce", comm, count, type, root);
     size_t bytes = count * size_of(type);
-    if (!small(bytes)) return ncclSuccess;
-    return meet(comm, from, bytes, [=](const std::vector<Payload>& all) {
+    if (!small(bytes, type)) return ncclSuccess;
+    return meet(comm, from, bytes, type, [=](const std::vector<Payload>& all) {
         if (comm->rank == root && reduce(all, count, type, op, to) && all_known(all)) ghost::set_known(to, bytes);
     });
 }
@@ -227,8 +232,8 @@ GHOST ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclD
                                  ncclComm_t comm, cudaStream_t) {
     note("Broadcast", comm, count, type, root);
     size_t bytes = count * size_of(type);
-    if (!small(bytes)) return ncclSuccess;
-    return meet(comm, from, bytes, [=](const std::vector<Payload>& all) {
+    if (!small(bytes, type)) return ncclSuccess;
+    return meet(comm, from, bytes, type, [=](const std::vector<Payload>& all) {
         memcpy(to, all[root].bytes.data(), bytes);
         if (all[root].known) ghost::set_known(to, bytes);
     });
@@ -241,8 +246,8 @@ GHOST ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclD
                                  cudaStream_t) {
     note("AllGather", comm, count, type);
     size_t bytes = count * size_of(type);
-    if (!small(bytes)) return ncclSuccess;
-    return meet(comm, from, bytes, [=](const std::vector<Payload>& all) {
+    if (!small(bytes, type)) return ncclSuccess;
+    return meet(comm, from, bytes, type, [=](const std::vector<Payload>& all) {
         for (int rank = 0; rank < comm->ranks; ++rank)
             memcpy(static_cast<char*>(to) + rank * bytes, all[rank].bytes.data(), bytes);
         if (all_known(all)) ghost::set_known(to, bytes * comm->ranks);
@@ -252,8 +257,8 @@ GHOST ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, n
                                      ncclComm_t comm, cudaStream_t) {
     note("ReduceScatter", comm, count, type);
     size_t bytes = count * size_of(type);
-    if (!small(bytes * comm->ranks)) return ncclSuccess;
-    return meet(comm, from, bytes * comm->ranks, [=](const std::vector<Payload>& all) {
+    if (!small(bytes * comm->ranks, type)) return ncclSuccess;
+    return meet(comm, from, bytes * comm->ranks, type, [=](const std::vector<Payload>& all) {
         std::vector<char> whole(bytes * comm->ranks);
         if (!reduce(all, count * comm->ranks, type, op, whole.data())) return;
         memcpy(to, whole.data() + comm->rank * bytes, bytes);
@@ -264,8 +269,8 @@ GHOST ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDa
                                 cudaStream_t) {
     note("AlltoAll", comm, count, type);
     size_t bytes = count * size_of(type);
-    if (!small(bytes * comm->ranks)) return ncclSuccess;
-    return meet(comm, from, bytes * comm->ranks, [=](const std::vector<Payload>& all) {
+    if (!small(bytes * comm->ranks, type)) return ncclSuccess;
+    return meet(comm, from, bytes * comm->ranks, type, [=](const std::vector<Payload>& all) {
         for (int rank = 0; rank < comm->ranks; ++rank)
             memcpy(static_cast<char*>(to) + rank * bytes, all[rank].bytes.data() + comm->rank * bytes, bytes);
         if (all_known(all)) ghost::set_known(to, bytes * comm->ranks);
@@ -288,14 +293,14 @@ GHOST ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type,
     note("Send", comm, count, type, peer);
     size_t bytes = count * size_of(type);
     std::string name = message(comm, comm->rank, peer, "sent");
-    if (small(bytes)) ghost::put(name, data, bytes);
+    if (small(bytes, type)) ghost::put(name, data, bytes, holds_objects(type));
     return ncclSuccess;
 }
 GHOST ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t) {
     note("Recv", comm, count, type, peer);
     size_t bytes = count * size_of(type);
     std::string name = message(comm, peer, comm->rank, "received");
-    if (!small(bytes)) return ncclSuccess;
+    if (!small(bytes, type)) return ncclSuccess;
     return later([=] {
         Payload sent;
         if (!ghost::take(name, &sent)) return ncclInternalError;

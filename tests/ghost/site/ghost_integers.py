@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _GHOST = ctypes.CDLL(None)
 # Operators that choose by scores -> which of their outputs are indices.
 _CHOICES = {torch.ops.aten.topk.default: 1, torch.ops.aten.sort.default: 1, torch.ops.aten.argsort.default: 0}
+# Operators that neither read nor write a value.
+_VALUELESS = ("aten::empty", "aten::record_stream")
+# The host's own counts numbers of floating point alone.
+_ON_HOST = {torch.ops.aten.histc.default: lambda x, *args: torch.histc(x.double(), *args)}
 
 
 class Integers(TorchDispatchMode):
@@ -46,9 +50,9 @@ class Integers(TorchDispatchMode):
             return func(*before[0], **before[1])
         with _unrecorded():
             if before is not None:
-                again = tree_leaves(func(*before[0], **before[1]))
-                for output, value in zip(tree_leaves(made), again, strict=True):
-                    _write(output, value)
+                again = tree_leaves(_ON_HOST.get(func, func)(*before[0], **before[1]))
+                outputs, form = tree_flatten(made)
+                made = tree_unflatten([_with_value(*each) for each in zip(outputs, again, strict=True)], form)
             elif func in _CHOICES:
                 chosen = tree_leaves(made)[_CHOICES[func]]
                 _write(chosen, _evenly(given[0].shape[-1], chosen.shape))
@@ -57,7 +61,7 @@ class Integers(TorchDispatchMode):
 
 def _concerns(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator of torch's own is called on the device and gives new values."""
-    if func.namespace != "aten" or func.is_view or func._schema.name.startswith("aten::empty"):
+    if func.namespace != "aten" or func.is_view or func._schema.name.startswith(_VALUELESS):
         return False
     given = _tensors((args, kwargs))
     placed = torch.device(kwargs.get("device") or "cpu").type == "cuda"
@@ -77,6 +81,14 @@ def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return torch.device("cpu") if isinstance(value, torch.device) else value
     return _storage(value.detach()).cpu().as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _with_value(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The output with a value that the host has computed, which may tell how large it is, as of ``nonzero``."""
+    if output.shape != value.shape:
+        return value.to(output.device)
+    _write(output, value)
+    return output
 
 
 def _write(output: torch.Tensor, value: torch.Tensor) -> None:

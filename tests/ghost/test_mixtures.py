@@ -1,0 +1,29 @@
+"""Mixtures of experts on ghost GPUs with Transformer Engine; tokens are spread evenly over the experts."""
+
+import pytest
+
+from tests.ghost.process import INTEGERS
+from tests.ghost.runs import LENGTH, train, write_model
+
+EP2 = "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+LEVELS = ("fused", "block")
+CASES = {
+    **{level: (level, 1, "") for level in LEVELS},
+    **{f"{level}, ep2": (level, 2, EP2) for level in LEVELS},
+    **{f"{level}, ep2 x tp2 + sp": (level, 4, f"{EP2} {TP2}") for level in LEVELS},
+}
+
+pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("mixtral"), "mixtral")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mixture_trains_and_its_ranks_agree(mixtral, case):
+    level, ranks, flags = CASES[case]
+    run = train(mixtral, level, flags.split(), ranks=ranks, te=True, length=LENGTH, **INTEGERS)
+    assert run.faults() == []

@@ -1,0 +1,48 @@
+"""Two iterations of Megatron's own trainer on ghost GPUs with the real Transformer Engine."""
+
+import pytest
+
+from tests.ghost.runs import LENGTH, train, write_model
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2 --cp-comm-type"
+CP4 = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FP8 = {
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+EVERY_LAYER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LEVELS = ("fused", "block")
+
+RUNS = {"fused": ("fused", 1, "")}
+SLOW = {
+    "leaf": ("leaf", 1, ""),
+    "block": ("block", 1, ""),
+    **{f"{level}, {recipe}": (level, 1, flags) for recipe, flags in FP8.items() for level in LEVELS},
+    **{f"{level}, tp2 + sp": (level, 2, TP2) for level in LEVELS},
+    **{f"{level}, tp2 + sp, {recipe}": (level, 2, f"{TP2} {FP8[recipe]}") for recipe in FP8 for level in LEVELS},
+    **{f"{level}, cp2 by {how}": (level, 2, f"{CP2} {how}") for how in ("p2p", "all_gather", "a2a") for level in LEVELS},
+    **{f"{level}, cp4 by a2a+p2p": (level, 4, CP4) for level in LEVELS},
+    **{f"{level}, tp2 x dp2, overlapped": (level, 4, f"{TP2} {OVERLAP}") for level in LEVELS},
+    **{f"{level}, recompute": (level, 1, EVERY_LAYER) for level in LEVELS},
+    **{f"{level}, selective recompute": (level, 1, "--recompute-granularity selective") for level in LEVELS},
+    "block, pp2": ("block", 2, PP2),
+    "fused, vpp2": ("fused", 2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+}
+
+pytestmark = pytest.mark.usefixtures("transformer_engine")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("case", [*RUNS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_a_run_trains_and_its_ranks_agree(llama, case):
+    level, ranks, flags = {**RUNS, **SLOW}[case]
+    run = train(llama, level, flags.split(), ranks=ranks, te=True, length=LENGTH)
+    assert run.faults() == []
