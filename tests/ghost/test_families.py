@@ -6,6 +6,7 @@ import pytest
 
 from tests.ghost.process import INTEGERS, ROOT
 from tests.ghost.runs import LENGTH, train, write_model
+from tests.parity.levels import SCHEDULE
 
 # Each has something in its layers that Llama's have not.
 FAMILIES = {
@@ -22,7 +23,8 @@ FAMILIES = {
     },
     "gpt_oss": {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},  # sinks
 }
-LEVELS = {family: ("fused", "block") for family in FAMILIES} | {"gemma2": ("fused",)}
+LAYERS = {"gpt2": "transformer.h"}
+LEVELS = dict.fromkeys(FAMILIES, ("fused", "block")) | {"gemma2": ("fused",)}
 
 pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
 
@@ -31,8 +33,9 @@ pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
     ("family", "level"), [(family, level) for family, levels in LEVELS.items() for level in levels]
 )
 def test_a_family_trains(tmp_path, family, level):
-    model = write_model(tmp_path, family, **FAMILIES[family])
-    run = train(model, level, [], te=True, length=LENGTH, iterations=1, **INTEGERS)
+    model, schedule = write_model(tmp_path / "model", family, **FAMILIES[family]), tmp_path / "levels.py"
+    schedule.write_text(SCHEDULE.format(where=LAYERS.get(family, "model.layers"), level=level))
+    run = train(model, str(schedule), [], te=True, length=LENGTH, iterations=1, **INTEGERS)
     assert run.faults([1]) == []
 
 
@@ -50,6 +53,6 @@ def test_rows_of_several_sequences_train(tmp_path, level):
     every = list(example["conversations"]())
     example["write_lines"](lines, [every[start : start + 3] for start in range(0, 48, 3)])
     data = ["--sft", "--sft-tokenizer-prompt-format", "nemotron-nano-v2", "--tokenizer-type", "SFTTokenizer"]
-    data += ["--tokenizer-model", str(model), "--data-path", str(lines)]
+    data += ["--tokenizer-model", str(model), "--data-path", str(lines), "--split", "100,0,0"]
     run = train(model, level, [], te=True, length=LENGTH, data=data, **INTEGERS)
     assert run.faults() == []

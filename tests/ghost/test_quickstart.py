@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 def test_quickstart_trains_on_a_gpu_and_goes_on_from_its_checkpoint(tmp_path, te, request):
     if te:
         request.getfixturevalue("transformer_engine")
-    quickstart = [sys.executable, "-m", "megasched", "quickstart", "--json", "--iters", "3", "--dir", str(tmp_path)]
-    said = process.run_command(quickstart, te=te)
+    options = ["--json", "--iters", "3", "--dir", str(tmp_path)]
+    said = process.run_command([sys.executable, "-m", "megasched", "quickstart", *options], te=te)
     result = json.loads(said[said.rindex("\n{") :])
     assert result["ranks"] == 1
     engine = "with" if te else "without"
