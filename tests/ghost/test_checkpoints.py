@@ -21,9 +21,11 @@ CASES = {
     "dp2, overlapped": ("fused", (2, OVERLAP), (2, OVERLAP)),
 }
 
-pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+with_te = pytest.mark.usefixtures("transformer_engine")
 
 
+@with_te
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_from_what_another_has_saved(tmp_path, case):
     level, (ranks, flags), (later_ranks, later_flags) = CASES[case]

@@ -26,9 +26,11 @@ FAMILIES = {
 LAYERS = {"gpt2": "transformer.h"}
 LEVELS = dict.fromkeys(FAMILIES, ("fused", "block")) | {"gemma2": ("fused",)}
 
-pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+with_te = pytest.mark.usefixtures("transformer_engine")
 
 
+@with_te
 @pytest.mark.parametrize(
     ("family", "level"), [(family, level) for family, levels in LEVELS.items() for level in levels]
 )
@@ -39,12 +41,14 @@ def test_a_family_trains(tmp_path, family, level):
     assert run.faults([1]) == []
 
 
+@with_te
 @pytest.mark.parametrize("level", ["fused", "block"])
 def test_fp16_trains(tmp_path, level):
     run = train(write_model(tmp_path), level, [], te=True, length=LENGTH, precision="--fp16")
     assert run.faults() == []
 
 
+@with_te
 @pytest.mark.parametrize("level", ["fused", "block"])
 def test_rows_of_several_sequences_train(tmp_path, level):
     example = runpy.run_path(str(ROOT / "examples" / "sft" / "make.py"))

@@ -14,7 +14,8 @@ CASES = {
     **{f"{level}, ep2 x tp2 + sp": (level, 4, f"{EP2} {TP2}") for level in LEVELS},
 }
 
-pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+with_te = pytest.mark.usefixtures("transformer_engine")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,7 @@ def mixtral(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("mixtral"), "mixtral")
 
 
+@with_te
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_trains_and_its_ranks_agree(mixtral, case):
     level, ranks, flags = CASES[case]

@@ -25,7 +25,8 @@ CASES = {
     "mixture, ep2": ("mixtral", MIXTRAL, 2, EP2),
 }
 
-pytestmark = [pytest.mark.usefixtures("transformer_engine"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+with_te = pytest.mark.usefixtures("transformer_engine")
 
 
 @cache
@@ -37,6 +38,7 @@ def _native(case):
     return run.waits
 
 
+@with_te
 @pytest.mark.parametrize("level", ["fused", "block"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_waits_no_more_than_megatrons_own(tmp_path, case, level):
