@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +35,12 @@ def write_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
 
 class Run:
-    """What a run said, and what each rank asked of its GPU in each step."""
+    """What a run said, what each rank asked of its GPU in each step, and its memory (``trainer_case.py``)."""
 
-    def __init__(self, said: str, steps: list[list[list[str]]]) -> None:
+    def __init__(self, said: str, steps: list[list[list[str]]], memory: list[dict[str, Any]]) -> None:
         self.said = said
         self.steps = steps
+        self.memory = memory
 
     @property
     def iterations(self) -> list[int]:
@@ -109,7 +111,8 @@ def _train(flags: Sequence[str], ranks: int, te: bool, iterations: int, more: Ma
         command = ["-m", "tests.ghost.trainer_case", folder, "pretrain_gpt.py", *given]
         said = process.run(command, ranks=ranks, te=te, **more)
         events = [Path(folder, f"events.{rank}").read_text().splitlines() for rank in range(ranks)]
-    return Run(said, [_steps(one) for one in events])
+        memory = [json.loads(Path(folder, f"memory.{rank}").read_text()) for rank in range(ranks)]
+    return Run(said, [_steps(one) for one in events], memory)
 
 
 def _steps(events: list[str]) -> list[list[str]]:

@@ -37,22 +37,30 @@ def argv_of(layout: ParallelDims, flags: str, batches: Batches = MANY) -> list[s
 
 
 def predict(
-    folder: str, layout: ParallelDims, flags: str, schedule: str = "auto", batches: Batches = MANY
+    folder: str,
+    layout: ParallelDims,
+    flags: str,
+    schedule: str = "auto",
+    batches: Batches = MANY,
+    *,
+    length: int = SEQUENCE,
+    on_gpu: bool = False,
 ) -> list[RankMemory]:
-    """Of each pipeline rank."""
+    """Of each pipeline rank; with a CPU's kernels, as a rehearsal has them, or those of a GPU."""
     trust = "--trust-remote-code" in flags
     session = open_session(schedule, folder, layout, make_vocab_size_divisible_by=4, trust_remote_code=trust)
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     sharded = "--use-distributed-optimizer" in flags
     with fake_groups(layout):
         plain, full = (
-            Measurements(session, Setting(batches.samples, SEQUENCE, dtype, how)) for how in (None, "full")
+            Measurements(session, Setting(batches.samples, length, dtype, how, on_gpu=on_gpu))
+            for how in (None, "full")
         )
         measured = PartlyRecomputed(plain, full, 2) if BLOCK in flags else full if FULL in flags else plain
         return [
             rank_memory(
                 measured,
-                stages_of(session, layout, SEQUENCE),
+                stages_of(session, layout, length),
                 layout,
                 rank,
                 microbatches=batches.microbatches,

@@ -61,16 +61,15 @@ def linears(tp):
 )
 def test_what_megatrons_layer_keeps_in_8_bits(tmp_path, model_type, tp):
     """Per token: the hidden state before the second norm and at the end, and twice in 8 bits (what came in was
-    there before); q, k and v, and q and k rotated; attention's output, and in 8 bits; gate and up, and their
+    there before); q and k rotated, and v, for itself; attention's output, and in 8 bits; gate and up, and their
     product in 8 bits. Without a gate, up alone, or what of it is squared."""
     layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
     found = measured(saved(model_type, tmp_path), **layout, fp8=TENSORWISE)
     qkv = (HEADS + 2 * GROUPS) * WIDTH // tp
-    rotated = (HEADS + GROUPS) * WIDTH // tp
     attention, ffn = HEADS * WIDTH // tp, FFN // tp
     hidden = HIDDEN // tp  # under sequence parallelism
     parts = 1 if model_type in ("starcoder2", "nemotron") else 2
-    bytes_per_token = 2 * (2 + 1) * hidden + 2 * (qkv + rotated) + (2 + 1) * attention + (2 * parts + 1) * ffn
+    bytes_per_token = 2 * (2 + 1) * hidden + 2 * qkv + (2 + 1) * attention + (2 * parts + 1) * ffn
     sums = 4 * (2 + HEADS) // tp  # float32: a number for each norm (of layer norms, two in 16 bits), and each head
     assert found.layer == BATCH * LENGTH * (bytes_per_token + sums)
 
@@ -129,6 +128,14 @@ def test_fused_norms_keep_their_input_alone(folder):
     assert on_gpu.layer < on_cpu.layer
     assert on_gpu.forward_work.traffic < on_cpu.forward_work.traffic
     assert on_gpu.forward_work.flops == on_cpu.forward_work.flops
+
+
+def test_a_fused_layer_keeps_what_megatrons_does(folder, tmp_path):
+    """Its attention takes a copy of v, and lets go of the product of which it is a part; gate and up are read by one
+    kernel in either pass, and no temporary stands beside what it writes."""
+    fused, block = (measured(folder, schedule_at(level, tmp_path)) for level in ("fused", "block"))
+    assert fused.layer == block.layer
+    assert fused.backward == pytest.approx(block.backward, rel=0.01)
 
 
 def test_weights_in_8_bits_are_kept_beside(folder):
@@ -199,6 +206,6 @@ def test_what_megatrons_mixture_keeps(mixture, tmp_path, ep):
     layout = {"expert_model_parallel_size": ep} if ep > 1 else {}
     found = measured(mixture, schedule_at("block", tmp_path), **layout)
     qkv = (HEADS + 2 * GROUPS) * WIDTH
-    attention = 3 * HIDDEN + qkv + (HEADS + GROUPS) * WIDTH + HEADS * WIDTH  # hidden states, q and k rotated
+    attention = 3 * HIDDEN + qkv + HEADS * WIDTH  # hidden states; q and k rotated, and v
     pairs = 2 * (HIDDEN + 2 * FFN + FFN)
     assert found.layer == pytest.approx(2 * BATCH * LENGTH * (attention + pairs), rel=0.05)

@@ -132,7 +132,10 @@ class _Pointwise(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
-    """Stands in for ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like for GELU."""
+    """Stands in for ``bias_swiglu_impl`` of megatron/core/fusions/fused_bias_swiglu.py, and its like.
+
+    Its like for GELU, and ``GatedActivation`` of megasched/layers/fused/gated_mlp.py, whose code is compiled.
+    """
     return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
 
 
@@ -197,6 +200,16 @@ def attended_on_rank(queries: int, keys: int, causal: bool, window: int | None, 
     return attended(queries * parts, keys * parts, causal, window) / parts
 
 
+def as_taken(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns q, k and v as Transformer Engine takes them: of views, those of one tensor of all three alone.
+
+    Else it copies what is a view (``get_qkv_layout``), and nothing holds the product of which that was a part.
+    """
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1:
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
+
+
 def te_core(
     core: Any,
     query: torch.Tensor,
@@ -211,7 +224,8 @@ def te_core(
     group = None if core.context is None else core.context.cp_group
     seen = None if window[0] < 0 else window[0] + 1
     pairs = attended_on_rank(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
-    return _Attention.apply(query, key, value, query.shape[0] * query.shape[1] * pairs, group)
+    inputs = as_taken(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return _Attention.apply(*inputs, query.shape[0] * query.shape[1] * pairs, group).transpose(1, 2)
 
 
 def block_core(
@@ -220,7 +234,8 @@ def block_core(
     """Stands in for ``CoreAttention.forward`` of layers/megatron/core_attention.py; all are [s, b, heads, d]."""
     group, parts = (None, 1) if core.ranks is None else (core.ranks.group, core.ranks.zigzag.size)
     pairs = attended_on_rank(query.shape[0], key.shape[0], True, core.window, parts)
-    output = _Attention.apply(query, key, value, query.shape[1] * query.shape[2] * pairs, group)
+    inputs = as_taken(query, key, value)
+    output = _Attention.apply(*inputs, query.shape[1] * query.shape[2] * pairs, group)
     return output.flatten(2)
 
 
@@ -361,6 +376,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "torch.nn.functional:rms_norm": rms_norm,
         "megasched.layers.megatron.layer_spec:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
         "megasched.layers.megatron.layer_spec:ZeroCenteredLayerNorm.forward": zero_centered_layer_norm,
+        "megasched.layers.fused.gated_mlp:GatedActivation.apply": swiglu,
         "megatron.core.transformer.mlp:bias_swiglu_impl": swiglu,
         "megatron.core.transformer.mlp:bias_geglu_impl": swiglu,
         "megatron.core.transformer.mlp:bias_gelu_impl": gelu,
