@@ -19,6 +19,7 @@ from megasched.json_output import print_json
 PIPE_WIDTH = 100
 # Of a value in the arithmetic that training runs in.
 BYTES_16_BITS = 2
+BYTES_32_BITS = 4
 
 
 def report_console() -> Console:

@@ -91,6 +91,12 @@ def test_transfers_and_gradients_under_sequence_parallelism(inspect):
         Transfer("forward", "all_gather", "input", columns),
         Transfer("backward", "reduce_scatter", "input", columns),
     )
+    both = ("gate_proj", "up_proj")
+    assert found[f"{LAYER}.mlp"].transfers == (
+        Transfer("forward", "all_gather", "input", both),
+        Transfer("backward", "all_gather", "input", both),  # for the gradient of the weights
+        Transfer("backward", "reduce_scatter", "input", both),
+    )
     assert found[f"{LAYER}.mlp.down_proj"].transfers == (
         Transfer("forward", "reduce_scatter", "output"),
         Transfer("backward", "all_gather", "output"),
@@ -212,7 +218,8 @@ def test_a_block_says_what_it_becomes(llama, tmp_path):
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_megatrons_attention_and_mlp_alone(llama, tmp_path, sp):
-    """One projection of theirs stands for several, and sends what these send together at level ``fused``."""
+    """One projection of theirs stands for several, and sends what these send together at level ``fused``: there
+    the attention keeps the whole sequence for its three, where Megatron's gathers it again."""
     schedule = tmp_path / "parts.py"
     schedule.write_text(
         "from megasched.model_adapters.default_schedule import schedule as default\n\n\n"
@@ -224,7 +231,11 @@ def test_megatrons_attention_and_mlp_alone(llama, tmp_path, sp):
     assert alone[f"{LAYER}.self_attn"].becomes == "Megatron's SelfAttention"
     assert alone[f"{LAYER}.mlp"].becomes == "Megatron's MLP"
     assert fused[f"{LAYER}.self_attn"].transfers
-    assert {path: m.transfers for path, m in alone.items()} == {path: m.transfers for path, m in fused.items()}
+    again = Transfer("backward", "all_gather", "input", ("q_proj", "k_proj", "v_proj"))
+    for path, module in alone.items():
+        attention = path.endswith("self_attn")
+        assert [one for one in module.transfers if not (attention and one == again)] == list(fused[path].transfers)
+        assert (again in module.transfers) == (attention and sp)
 
 
 def test_what_runs_in_8_bits_is_said(llama, tmp_path):

@@ -10,6 +10,7 @@ from megasched.cli.page.volumes import Volume, describe_volumes
 from megasched.cli.show.report import inspect_schedule
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import ParallelDims
+from tests import tiny
 
 TOKENS = 16
 
@@ -36,6 +37,9 @@ def test_sequence_parallel_gathers_and_scatters_the_whole(inspect):
     found = volumes(inspect(tp=2, sp=True, sequence_length=TOKENS))
     assert found["TP", "model.layers.*.mlp: input", "all_gather", "forward"].values == TOKENS * 32
     assert not [key for key in found if key[1].startswith("model.layers") and key[2] == "all_reduce"]
+    ends = {key[1:]: volume for key, volume in found.items() if key[1].startswith("model.layers: hidden state")}
+    assert [key[1:] for key in ends] == [("all_gather", "forward"), ("all_gather", "backward")]
+    assert {(volume.times, volume.values) for volume in ends.values()} == {(1, TOKENS * 32)}
 
 
 @pytest.mark.parametrize(("sp", "shared"), [(False, 1), (True, 2)])
@@ -57,6 +61,24 @@ def test_gradients_of_the_largest_rank(inspect):
     (reduced,) = [volume for volume in describe_volumes(report) if volume.group == "DP"]
     assert reduced.values == max(stage.parameters for stage in report.stages)
     assert (reduced.times, reduced.phase) == (1, "step")
+    assert reduced.bytes == 4 * reduced.values
+
+
+def test_gradients_are_summed_over_replicas_of_what_is_trained(inspect, tmp_path):
+    """Ranks of CP share all weights; those of EP, experts alone not."""
+    report = inspect()
+    report = replace(report, layout=replace(report.layout, context_parallel_size=2))
+    assert [volume.group for volume in describe_volumes(report)] == ["DP"]
+    tiny.save("mixtral", tmp_path)
+    for replicas, wanted in ((2, ["gradients"]), (4, ["gradients", "gradients of experts"])):
+        layout = ParallelDims(expert_model_parallel_size=2, data_parallel_size=replicas)
+        report = inspect_schedule("auto", str(tmp_path), layout)
+        found = describe_volumes(report)
+        assert [volume.what for volume in found] == [f"{what} of the largest pipeline rank" for what in wanted]
+        assert sum(volume.values for volume in found) == sum(
+            stage.parameters if len(wanted) > 1 else stage.gradients for stage in report.stages
+        )
+        assert all(0 < stage.gradients < stage.parameters for stage in report.stages)
 
 
 def test_layers_that_run_in_loops_send_in_each_pass(tmp_path):

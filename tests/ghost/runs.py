@@ -35,12 +35,12 @@ def write_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
 
 
 class Run:
-    """What a run said, what each rank asked of its GPU in each step, and its memory (``trainer_case.py``)."""
+    """What a run said, what each rank asked of its GPU in each step, and its facts (``trainer_case.py``)."""
 
-    def __init__(self, said: str, steps: list[list[list[str]]], memory: list[dict[str, Any]]) -> None:
+    def __init__(self, said: str, steps: list[list[list[str]]], facts: list[dict[str, Any]]) -> None:
         self.said = said
         self.steps = steps
-        self.memory = memory
+        self.facts = facts
 
     @property
     def iterations(self) -> list[int]:
@@ -111,8 +111,8 @@ def _train(flags: Sequence[str], ranks: int, te: bool, iterations: int, more: Ma
         command = ["-m", "tests.ghost.trainer_case", folder, "pretrain_gpt.py", *given]
         said = process.run(command, ranks=ranks, te=te, **more)
         events = [Path(folder, f"events.{rank}").read_text().splitlines() for rank in range(ranks)]
-        memory = [json.loads(Path(folder, f"memory.{rank}").read_text()) for rank in range(ranks)]
-    return Run(said, [_steps(one) for one in events], memory)
+        facts = [json.loads(Path(folder, f"facts.{rank}").read_text()) for rank in range(ranks)]
+    return Run(said, [_steps(one) for one in events], facts)
 
 
 def _steps(events: list[str]) -> list[list[str]]:

@@ -131,8 +131,8 @@ def test_fused_norms_keep_their_input_alone(folder):
 
 
 def test_a_fused_layer_keeps_what_megatrons_does(folder, tmp_path):
-    """Its attention takes a copy of v, and lets go of the product of which it is a part; gate and up are read by one
-    kernel in either pass, and no temporary stands beside what it writes."""
+    """Its attention takes a copy of v, and lets go of the product of which it is a part; gate and up are read by
+    one kernel in either pass, and no temporary stands beside what it writes."""
     fused, block = (measured(folder, schedule_at(level, tmp_path)) for level in ("fused", "block"))
     assert fused.layer == block.layer
     assert fused.backward == pytest.approx(block.backward, rel=0.01)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megasched.cli.output import BYTES_16_BITS
+from megasched.cli.output import BYTES_16_BITS, BYTES_32_BITS
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
@@ -26,6 +26,7 @@ class Volume:
         phase: ``forward``, ``backward`` or ``step``.
         times: number of operations in the whole model, for a micro-batch (for a step in the phase ``step``).
         values: number of values in the tensor of one operation; None where the shapes do not tell.
+        value_bytes: bytes of a value.
     """
 
     group: Literal["TP", "PP", "DP"]
@@ -34,16 +35,17 @@ class Volume:
     phase: Literal["forward", "backward", "step"]
     times: int
     values: int | None
+    value_bytes: int = BYTES_16_BITS
 
     @property
     def bytes(self) -> int | None:
-        """Returns the bytes of all operations together, at 16 bits a value; None where the shapes do not tell."""
-        return None if self.values is None else self.times * self.values * BYTES_16_BITS
+        """Returns the bytes of all operations together; None where the shapes do not tell."""
+        return None if self.values is None else self.times * self.values * self.value_bytes
 
 
 def describe_volumes(report: ShowReport) -> list[Volume]:
     """Returns what is sent over the groups of TP, PP and DP, without that of experts and context parallelism."""
-    return [*_tensor_parallel(report), *_pipeline(report), *_data_parallel(report)]
+    return [*_tensor_parallel(report), *_sequence_parallel(report), *_pipeline(report), *_data_parallel(report)]
 
 
 def _tensor_parallel(report: ShowReport) -> list[Volume]:
@@ -82,6 +84,16 @@ def _sides(weight: ParameterReport, embedding: bool) -> tuple[int, int]:
     return (first, second) if embedding or weight.transposed else (second, first)
 
 
+def _sequence_parallel(report: ShowReport) -> Iterator[Volume]:
+    """Yields what is sent where the hidden state is cut along the sequence, and where it becomes whole again."""
+    if report.layout.sp:
+        called = [module.calls for module in report.modules if module.path.rpartition(".")[0] == report.layers]
+        values = report.hidden_size and _tokens(report) * report.hidden_size
+        what = f"{report.layers}: hidden state"
+        yield Volume("TP", f"{what}, whole again after the last", "all_gather", "forward", called[-1], values)
+        yield Volume("TP", f"{what}, cut before the first", "all_gather", "backward", called[0], values)
+
+
 def _pipeline(report: ShowReport) -> Iterator[Volume]:
     borders = len(report.stages) - 1
     values = report.hidden_size and _tokens(report) * report.hidden_size
@@ -92,9 +104,14 @@ def _pipeline(report: ShowReport) -> Iterator[Volume]:
 
 
 def _data_parallel(report: ShowReport) -> Iterator[Volume]:
-    if report.layout.data_parallel_size > 1:
-        largest = max(
-            sum(stage.parameters for stage in report.stages if stage.pp_rank == rank)
-            for rank in range(report.layout.pp)
-        )
-        yield Volume("DP", "gradients of the largest pipeline rank", "reduce", "step", 1, largest)
+    """Yields the gradients, which Megatron sums in float32 over DP and CP, those of experts over fewer ranks."""
+    layout = report.layout
+    ranks = [[stage for stage in report.stages if stage.pp_rank == rank] for rank in range(layout.pp)]
+    largest = max(ranks, key=lambda stages: sum(stage.gradients + stage.expert_gradients for stage in stages))
+    dense, experts = (sum(getattr(s, name) for s in largest) for name in ("gradients", "expert_gradients"))
+    for what, values, replicas in (
+        ("gradients", dense, layout.data_parallel_size * layout.cp),
+        ("gradients of experts", experts, layout.expert_data_parallel_size),
+    ):
+        if values and replicas > 1:
+            yield Volume("DP", f"{what} of the largest pipeline rank", "reduce", "step", 1, values, BYTES_32_BITS)

@@ -35,6 +35,7 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
     if plan.layout.tp == 1:
         return {}
     regions = {path: columns for path, (_, columns) in shared_regions(plan).items()}
+    kept = set(regions)
     for path in plan.attentions | plan.mlps.keys():  # one projection of Megatron's stands for several
         alone = plan.tp_facts.regions.get(path)
         if alone is not None and len(alone.columns) > 1:
@@ -44,7 +45,7 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
         if columns[0] not in together:
             regions[columns[0].rpartition(".")[0]] = columns
     entered = {column for columns in regions.values() for column in columns}
-    found = {path: _of_cut(derived_syncs(plan, path), path in entered) for path in plan.cuts}
+    found = {path: _of_cut(plan, path, path in entered) for path in plan.cuts}
     order = {name.rpartition(".")[0]: place for place, name in enumerate(plan.canonical)}
     for path, columns in regions.items():
         if not columns:  # what is whole inside reads the sequence of all ranks, as experts do
@@ -52,7 +53,8 @@ def transfers(plan: Plan) -> dict[str, list[Transfer]]:
             continue
         # They are found in the order in which a set has them, which differs between layers and runs.
         names = tuple(column[len(path) + 1 :] for column in sorted(columns, key=order.__getitem__))
-        found[path] = _of_input(derived_syncs(plan, columns[0]), names)
+        again = (path not in kept or plan.in_block(path)) and _gathers_again(plan, columns[0])
+        found[path] = _of_input(derived_syncs(plan, columns[0]), names, again)
     return {path: sent for path, sent in found.items() if sent}
 
 
@@ -63,17 +65,31 @@ def _of_whole_region(plan: Plan, path: str) -> list[Transfer]:
     return _of_input({"fwd_pre": None, **syncs})
 
 
-def _of_input(syncs: dict[str, str | None], shared_by: tuple[str, ...] = ()) -> list[Transfer]:
+def _gathers_again(plan: Plan, column: str) -> bool:
+    """Returns whether a column that gathers its input's sequence does so once more for its weight's gradient.
+
+    Megatron's do (``core/tensor_parallel/layers.py``), so as not to keep the whole. A region keeps it for all that
+    read it, as does ``layers/te/linear.py``.
+    """
+    return column not in plan.te_linears
+
+
+def _of_input(
+    syncs: dict[str, str | None], shared_by: tuple[str, ...] = (), again: bool = False
+) -> list[Transfer]:
     found = []
     if syncs["fwd_pre"]:
         found.append(Transfer("forward", syncs["fwd_pre"], "input", shared_by))
+    if again and syncs["fwd_pre"] == "all_gather":
+        found.append(Transfer("backward", "all_gather", "input", shared_by))
     if syncs["bwd_post"]:
         found.append(Transfer("backward", syncs["bwd_post"], "input", shared_by))
     return found
 
 
-def _of_cut(syncs: dict[str, str | None], entered: bool) -> list[Transfer]:
-    found = [] if entered else _of_input(syncs)
+def _of_cut(plan: Plan, path: str, entered: bool) -> list[Transfer]:
+    syncs = derived_syncs(plan, path)
+    found = [] if entered else _of_input(syncs, again=_gathers_again(plan, path))
     if syncs["fwd_post"]:
         found.append(Transfer("forward", syncs["fwd_post"], "output"))
     if syncs["fwd_post"] == "reduce_scatter":  # and its gradient comes back as parts of the sequence

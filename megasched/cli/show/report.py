@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from megasched.definition.build import text_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
+from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.trainer.evidence.compatibility import load_matrix, unchecked_options, unverified, verify_command
 from megasched.trainer.session import Session, open_session
 from megasched.trainer.session_from_args import parameter_counts
@@ -169,6 +169,7 @@ class StageReport:
         flops_share: its share of the model's forward FLOPs, 0 to 1.
         cut_at: ``file:line`` of the call that ends it; empty where the layers were balanced.
         parameter_bytes: bytes of these parameters, at 16 bits each.
+        gradients, expert_gradients: numbers in gradients on one rank; those of experts sharded over EP are apart.
     """
 
     stage: int
@@ -181,6 +182,8 @@ class StageReport:
     flops_share: float
     cut_at: str = ""
     parameter_bytes: int = 0
+    gradients: int = 0
+    expert_gradients: int = 0
 
 
 def describe_stages(session: Session, sequence_length: int) -> list[StageReport]:
@@ -199,12 +202,14 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
     costs, before, after = session.layer_costs(sequence_length)
     total = sum(costs) + before + after
     cuts = {structure.index_of(r.path): r.source for r in plan.records_of(CUT)}
+    counts = ParameterCounts(session)
     found, start = [], 0
-    for number, count in enumerate(layers):
-        stop, first, last = start + count, number == 0, number == len(layers) - 1
+    for number, size in enumerate(layers):
+        stop, first, last = start + size, number == 0, number == len(layers) - 1
         stage = Stage(start, stop, first, last)
         cost = sum(costs[start:stop]) + (before if first else 0.0) + (after if last else 0.0)
-        parameters = _parameters(session, stage)
+        count = counts.held([stage])
+        parameters = count.trained + count.frozen
         found.append(
             StageReport(
                 number,
@@ -217,6 +222,8 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
                 cost / total,
                 cuts.get(stop - 1, ""),
                 BYTES_16_BITS * parameters,
+                count.dense,
+                count.experts,
             )
         )
         start = stop
@@ -251,13 +258,3 @@ def _outside_layers(session: Session, stage: Stage) -> tuple[str, ...]:
     assert structure is not None
     owners = dict.fromkeys(name.rpartition(".")[0] for name in session.plan.canonical)
     return tuple(path for path in owners if structure.index_of(path) is None and stage.holds(structure, path))
-
-
-def _parameters(session: Session, stage: Stage) -> int:
-    """Returns how many parameters one rank of a stage holds; a tied one counts once on each stage that has it."""
-    plan, structure = session.plan, session.plan.structure
-    assert structure is not None
-    held = {
-        canonical for name, canonical in plan.canonical.items() if stage.holds(structure, name.rpartition(".")[0])
-    }
-    return sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)

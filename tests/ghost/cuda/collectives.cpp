@@ -198,6 +198,8 @@ GHOST ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void*, ncclDataType
 }
 GHOST ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 
+GHOST const char* ghost_name_of(const ncclComm* comm) { return comm->name.c_str(); }
+
 // ---- groups
 GHOST ncclResult_t ncclGroupStart() { return ++groups, ncclSuccess; }
 GHOST ncclResult_t ncclGroupEnd() {

@@ -41,3 +41,6 @@ GHOST void ghost_pause(int paused);
 GHOST void ghost_mark(const char* text);
 // Writes all events since ghost_start to a file, a line each, and ends the recording.
 GHOST int ghost_write(const char* path);
+// The name that a communicator of NCCL has in events.
+struct ncclComm;
+GHOST const char* ghost_name_of(const ncclComm* comm);

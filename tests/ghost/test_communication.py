@@ -1,0 +1,138 @@
+"""What ``show`` says that ranks send against what NCCL is asked for, in runs of the trainer on ghost GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from megasched.cli.page.volumes import describe_volumes
+from megasched.cli.show.report import ShowReport, inspect_schedule
+from megasched.language.parallel_dims import ParallelDims
+from tests import tiny
+from tests.ghost.process import INTEGERS
+from tests.ghost.runs import LEVELS, Run, train
+
+LENGTH = 64
+# Megatron's distributed optimizer pads its buffers to multiples of 128 numbers.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": LENGTH}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "gpt2": {"n_embd": 128, "n_head": 4, "n_layer": 4, "vocab_size": 512, "n_positions": LENGTH},
+    "mixtral": SIZES,
+}
+# In a step, over the replicas, one in a micro-batch.
+SEQUENCES = 4
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+DP2 = {"data_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "data_parallel_size": 2}
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+class Case(NamedTuple):
+    model: str
+    level: str
+    parallel: dict[str, Any]
+    flags: str = ""
+    te: bool = False
+
+
+CASES = {
+    "fused, tp2 + sp": Case("llama", "fused", SP2),
+    "leaf, tp2 + sp": Case("llama", "leaf", SP2),
+    "auto, gpt2, tp2 + sp": Case("gpt2", "auto", SP2),
+    "block, tp2 + sp, te": Case("llama", "block", SP2, te=True),
+    "block, tp2 + sp": Case("llama", "block", SP2),
+    "fused, tp2": Case("llama", "fused", TP2),
+    "block, tp2, te": Case("llama", "block", TP2, te=True),
+    "fused, pp2": Case("llama", "fused", PP2),
+    "block, tp2 + sp, pp2": Case("llama", "block", {**SP2, **PP2}),
+    "fused, cp2, te": Case("llama", "fused", CP2, te=True),
+    "block, cp2, te": Case("llama", "block", CP2, te=True),
+    "fused, dp2": Case("llama", "fused", DP2),
+    "fused, dp2, overlapped": Case("llama", "fused", DP2, OVERLAP),
+    "block, dp2, overlapped, te": Case("llama", "block", DP2, OVERLAP, te=True),
+    "mixture, ep2, te": Case("mixtral", "block", EP2, te=True),
+    "mixture, ep2, overlapped, te": Case("mixtral", "block", EP2, OVERLAP, te=True),
+}
+FAST = ("fused, tp2 + sp",)
+
+# What Megatron's groups are for -> as ``show`` names them.
+GROUPS = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "TP",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "PP",
+    "DATA_PARALLEL_GROUP_WITH_CP": "DP",
+    "EXPERT_DATA_PARALLEL_GROUP": "DP",
+}
+OPERATIONS = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
+OPERATIONS |= {"Send": "send", "Broadcast": "broadcast"}
+BYTES = {"bfloat16": 2, "float32": 4, "int64": 8, "int32": 4}
+
+# (group, operation, bytes of the whole tensor)
+Sent = tuple[str, str, int]
+
+
+def sent(events: list[str], groups: Mapping[str, str]) -> Iterator[Sent]:
+    """Yields what a rank sends of what ``show`` tells of.
+
+    It tells of neither the batch and the loss's numbers of each token over TP, nor gradients of what sequence
+    parallelism leaves whole: all are in 32 or 64 bits, and layers send 16. Over DP it leaves out the optimizer's
+    parameters, in 16 bits, and the log's loss and count of tokens. It tells of other groups nothing: in them, the
+    norm of gradients and flags are summed, and mixtures and context parallelism send.
+    """
+    for event in events:
+        if not event.startswith("nccl:"):
+            continue
+        what, count, dtype, name, place, *_ = event.removeprefix("nccl:").split()
+        group, size = GROUPS.get(groups.get(name, "")), int(place.partition("/")[2])
+        if group is None or size == 1 or what == "Recv":
+            continue
+        of_layers = dtype == "bfloat16" if group != "DP" else dtype == "float32" and int(count) > 2
+        if of_layers:
+            whole = int(count) * (size if what in ("AllGather", "ReduceScatter") else 1)
+            operation = "reduce" if group == "DP" else OPERATIONS[what]
+            yield group, operation, whole * BYTES[dtype]
+
+
+def found_in(run: Run, layout: ParallelDims) -> Counter[Sent]:
+    """What one replica of the model sends in the last step, each operation once for the ranks that take part."""
+    found: Counter[Sent] = Counter()
+    for steps, facts in zip(run.steps, run.facts, strict=True):
+        found.update(sent(steps[-1], facts["groups"]))
+    alike = layout.world_size // layout.pp
+    assert all(times % alike == 0 for times in found.values())
+    return Counter({one: times // alike for one, times in found.items()})
+
+
+def shown_by(report: ShowReport) -> Counter[Sent]:
+    found: Counter[Sent] = Counter()
+    microbatches = SEQUENCES // report.layout.data_parallel_size
+    for volume in describe_volumes(report):
+        assert volume.bytes is not None
+        times = volume.times * (1 if volume.phase == "step" else microbatches)
+        found[volume.group, volume.op, volume.bytes // volume.times] += times
+    return found
+
+
+ORDERED = [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in FAST)]
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_ranks_send_what_is_shown(request, tmp_path, name):
+    case = CASES[name]
+    if case.te:
+        request.getfixturevalue("transformer_engine")
+    tiny.config(case.model, **MODELS[case.model]).save_pretrained(tmp_path)
+    layout = ParallelDims(**case.parallel)
+    flags = [*layout.flags(), *case.flags.split(), "--no-create-attention-mask-in-dataloader"]
+    schedule = case.level if case.level == "auto" else f"{LEVELS}:{case.level}"
+    run = train(tmp_path, schedule, flags, ranks=layout.world_size, te=case.te, length=LENGTH, **INTEGERS)
+    report = inspect_schedule(schedule, str(tmp_path), layout, sequence_length=LENGTH)
+    assert found_in(run, layout) == shown_by(report)
