@@ -74,10 +74,10 @@ def test_a_run_takes_the_memory_that_is_planned(request, tmp_path, name):
         [*layout.flags(), *case.flags.split(), "--no-create-attention-mask-in-dataloader"],
         ranks=layout.world_size,
         te=case.te,
-        iterations=3,
         length=LENGTH,
         CUBLAS_WORKSPACE_CONFIG=":16:8",  # a plan leaves room for workspaces and does not count them
-        **(INTEGERS if layout.tp == 1 else {}),  # a batch as long as this isn't handed over to other ranks
+        # What repeats operators on the host keeps their arguments a little longer: only where numbers are read.
+        **(INTEGERS if case.model == "mixtral" or layout.cp > 1 else {}),
     )
     flags, batches = f"--bf16 {case.flags}", Batches(1, SEQUENCES // layout.data_parallel_size)
     schedule = f"{LEVELS}:{case.level}"
