@@ -92,6 +92,10 @@ GHOST CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active
 GHOST CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { return handle(context); }
 GHOST CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 GHOST CUresult cuCtxGetCurrent(CUcontext* context) { return handle(context); }
+GHOST CUresult cuStreamGetCtx_v2(CUstream, CUcontext* context, CUgreenCtx* green) {
+    if (green) *green = nullptr;
+    return handle(context);
+}
 GHOST CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 GHOST CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
 GHOST CUresult cuCtxPopCurrent_v2(CUcontext* context) { return handle(context); }

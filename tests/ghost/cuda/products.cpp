@@ -74,6 +74,11 @@ GHOST cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t, cublasOperation_t
                                                long long, const float*, float*, int, long long, int) {
     return product("SgemmStridedBatched", m, n, k);
 }
+GHOST cublasStatus_t cublasDgemmStridedBatched(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n,
+                                               int k, const double*, const double*, int, long long, const double*,
+                                               int, long long, const double*, double*, int, long long, int) {
+    return product("DgemmStridedBatched", m, n, k);
+}
 GHOST cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n,
                                                 int k, const void*, const void*, cudaDataType, int, long long,
                                                 const void*, cudaDataType, int, long long, const void*, void*,
@@ -84,6 +89,10 @@ GHOST cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t, cublasOperation_
 GHOST cublasStatus_t cublasSgemv_v2(cublasHandle_t, cublasOperation_t, int m, int n, const float*, const float*, int,
                                     const float*, int, const float*, float*, int) {
     return product("Sgemv", m, 1, n);
+}
+GHOST cublasStatus_t cublasDgemv_v2(cublasHandle_t, cublasOperation_t, int m, int n, const double*, const double*,
+                                    int, const double*, int, const double*, double*, int) {
+    return product("Dgemv", m, 1, n);
 }
 GHOST cublasStatus_t cublasSdot_v2(cublasHandle_t, int n, const float*, int, const float*, int, float*) {
     return product("Sdot", 1, 1, n);
