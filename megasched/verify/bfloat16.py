@@ -55,6 +55,7 @@ def rounded_step(
     *,
     random_init: bool = True,
     trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
 ) -> HfStep:
     """Runs one global batch through plain HF with weights and buffers rounded to bf16.
 
@@ -63,10 +64,11 @@ def rounded_step(
     Args:
         dtype: dtype of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in
             float64 over the micro-batches, and the softmax of the loss is in float32 at least.
+        device: where it runs, and where the batches are.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     cast_as_loaded(model, torch.bfloat16)
-    widen(model, dtype)
+    widen(model.to(device), dtype)
     if dtype == torch.float64:
         own_experts(model)
     total, logits = 0.0, []

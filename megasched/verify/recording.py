@@ -143,7 +143,7 @@ def record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
 def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """Maps ids into a range, in shuffled order, because mock data counts up."""
     order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
-    return low + order[ids % (high - low)]
+    return low + order.to(ids.device)[ids % (high - low)]
 
 
 def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:

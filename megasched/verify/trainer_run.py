@@ -59,6 +59,7 @@ def train(
     mask: bool = False,
     as_it_is: bool = False,
     look: Look | None = None,
+    rehearse: bool = True,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank and returns what it saw; see ``run_trainer``.
 
@@ -67,6 +68,7 @@ def train(
         mask: of ``pretrain_gpt``: count only some labels, not as many in each micro-batch and part of a sequence.
         as_it_is: count the label of the last position, too, which HF does not look at; launched runs do.
         look: watch what every module takes and gives; adapters are those that ``telling_adapters`` makes.
+        rehearse: with flags for a CPU; otherwise this rank has a GPU.
     """
     from megatron.core import parallel_state
     from megatron.training import training
@@ -88,6 +90,7 @@ def train(
     try:
         with telling_adapters() if look is not None else nullcontext():
             options: dict[str, Any] = {"schedule": schedule, "random_init": random_init, "script": script}
+            options["rehearse"] = rehearse
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
         for one in undo:
@@ -114,13 +117,15 @@ def run_trainer(
     random_init: bool = True,
     script: str = "pretrain_gpt",
     mock_data: bool = True,
+    rehearse: bool = True,
 ) -> None:
-    """Runs Megatron's trainer on this rank, in rehearsal, as ``python -m megasched`` would.
+    """Runs Megatron's trainer on this rank as ``python -m megasched`` would.
 
     Args:
         random_init: initialise the weights instead of reading them from ``hf_model``.
         script: bundled entry script, without ``.py``.
         mock_data: whether batches are Megatron's mock data, or of the ``--data-path`` in ``flags``.
+        rehearse: with flags for a CPU; otherwise this rank has a GPU.
     """
     entry.apply_patches()
     entry.set_builder()
@@ -129,7 +134,7 @@ def run_trainer(
     argv += ["--data-cache-path", str(cache_folder()), *flags]
     argv += ["--allow-unverified", *(["--hf-random-init"] if random_init else [])]  # it is what verifies
     module = importlib.import_module(f"megasched.launch.{script}")
-    sys.argv = [f"{script}.py", *rehearsal_flags(argv).argv]
+    sys.argv = [f"{script}.py", *(rehearsal_flags(argv).argv if rehearse else argv)]
     module.main()
 
 
