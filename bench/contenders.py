@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -85,7 +85,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_one_rank()},
+                env={**os.environ, **one_rank()},
             )
         theirs.close()
 
@@ -114,7 +114,8 @@ class Worker:
         self.process.wait()
 
 
-def _one_rank() -> dict[str, str]:
+def one_rank() -> dict[str, str]:
+    """What torchrun would tell the only process of a run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -168,12 +169,24 @@ def compare(
     rounds: int,
     steps: int,
     stays: str | None = None,
+    on_group: Callable[[dict[str, Any]], object] = lambda data: None,
 ) -> dict[str, Any]:
     """Builds the contenders one after the other and lets them step in turn.
 
     Args:
         stays: the contender to which each other one comes alone; None for all at once.
+        on_group: called with the results so far when those that were in memory together are done.
     """
+
+    def so_far() -> dict[str, Any]:
+        return {
+            "setting": asdict(setting),
+            **ratios.together([ratios.summary(seconds, setting.tokens, BASES) for seconds in turns]),
+            "peak_bytes": peaks,
+            "emulation": field.emulation if setting.rehearse else {},
+            "left_out": field.left_out,
+        }
+
     turns: list[dict[str, list[float]]] = []
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="contenders") as folder:
@@ -183,16 +196,11 @@ def compare(
                 for name in names:
                     field.enter(name, contenders[name])
                 turns.append(_in_turn(field.workers, rounds, steps, peaks))
+                on_group(so_far())
                 field.leave(*(name for name in names if name != stays))
         finally:
             field.leave(*field.workers)
-    return {
-        "setting": asdict(setting),
-        **ratios.together([ratios.summary(seconds, setting.tokens, BASES) for seconds in turns]),
-        "peak_bytes": peaks,
-        "emulation": field.emulation if setting.rehearse else {},
-        "left_out": field.left_out,
-    }
+    return so_far()
 
 
 def _in_turn(
@@ -227,14 +235,19 @@ def main() -> None:
     own.add_argument("--only", nargs="+", choices=all_contenders(), help="these contenders alone")
     own.add_argument("--pairs", choices=BASES, help="this one stays in memory, the others come to it one by one")
     own.add_argument("--name", help="of the results file; made from the options otherwise")
+    own.add_argument("--folder", type=Path, default=machine.RESULTS, help="of the results file")
     options = own.parse_args()
     chosen = {n: c for n, c in all_contenders().items() if not options.only or n in (*options.only, options.pairs)}
     setting = trainer_side.setting_from(options, FP8 if options.fp8 else ())
-    data = compare(chosen, setting, options.rounds, options.steps, options.pairs)
     precision = "fp8" if options.fp8 else "bf16" if options.bf16 else "fp32"
     where = "cpu" if options.rehearse else "gpu"
     name = options.name or f"contenders_{options.shape.replace('.', '_')}_{precision}_{where}"
-    path = machine.write(name, data)
+
+    def write(data: dict[str, Any]) -> Path:
+        return machine.write(name, data, options.folder)
+
+    data = compare(chosen, setting, options.rounds, options.steps, options.pairs, write)
+    path = write(data)
     print(f"{table(data)}\n{path}")
 
 

@@ -38,10 +38,10 @@ def _processor() -> str:
     return platform.processor()
 
 
-def write(name: str, data: dict[str, Any]) -> Path:
-    """Writes ``bench/results/NAME.json``, beside and renamed."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, data: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes ``NAME.json`` into a folder, beside and renamed."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"machine": describe(), **data}, indent=1) + "\n")
     part.replace(path)

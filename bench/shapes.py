@@ -59,6 +59,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 256,
         "max_position_embeddings": 16,
     },
+    "qwen3-tiny": {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 256,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": True,
+    },
     "moe": {  # about as many weights per token as "cpu"
         "model_type": "mixtral",
         "hidden_size": 768,

@@ -71,7 +71,17 @@ def test_of_pairs_no_more_than_two_are_in_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(contenders, "Worker", FakeWorker)
     monkeypatch.setattr(FakeWorker, "together", ())
     chosen = dict.fromkeys(("ours", "native", "broken", "hf_eager"), contenders.Contender("builder"))
-    data = contenders.compare(chosen, trainer_side.Setting("tiny"), rounds=3, steps=2, stays="native")
+    told = []
+    data = contenders.compare(
+        chosen,
+        trainer_side.Setting("tiny"),
+        rounds=3,
+        steps=2,
+        stays="native",
+        on_group=lambda data: told.append(list(data["tokens_per_second"])),
+    )
+    # A pair is told when it is done, so that it can be written before the next one comes.
+    assert told == [["native", "ours"], ["native", "ours"], ["native", "ours", "hf_eager"]]
     assert FakeWorker.together == (("native",), ("native", "ours"), ("native", "broken"), ("native", "hf_eager"))
     assert FakeWorker.alive == ()
     assert data["left_out"] == {"broken": "no compiler"}
