@@ -22,7 +22,7 @@ PROCESSES := -n $(if $(filter 1,$(JOBS)),1,$(shell expr $(JOBS) + 1))
 unexport PYTHONDONTWRITEBYTECODE
 FAST := $(PROCESSES) -m "not slow and not browser"
 
-.PHONY: help setup ghost quickstart test test-all durations browser-test matrix lint stubs format clean
+.PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all durations browser-test matrix lint stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,12 @@ $(GHOST): $(STAMP) tests/ghost/requirements.txt tests/ghost/te.py
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/ghost --requirement tests/ghost/requirements.txt
 	$(RUN) -m tests.ghost.te $(VENV)/ghost-te
 	@touch $@
+
+gpu-check: $(STAMP) ## numbers, NCCL, speed and memory on the GPUs of this machine, step by step (ARGS="--only numerics")
+	$(RUN) bench/gpu/check.py $(ARGS)
+
+gpu-kit: $(STAMP) ## the archive that does so on a bare machine without a network: build/gpu_kit.tar
+	$(RUN) bench/gpu/pack.py $(ARGS)
 
 quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")
 	$(RUN) -m megasched quickstart $(ARGS)

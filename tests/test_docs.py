@@ -40,7 +40,7 @@ OTHER_FLAGS = {"--ntasks-per-node", "--test-only", "--qos", "--kill-on-bad-exit"
 # Of the scripts in bench/, which are no package.
 BENCH_FLAGS = {
     flag
-    for script in (ROOT / "bench").glob("*.py")
+    for script in (ROOT / "bench").rglob("*.py")
     for flag in re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text())
 }
 

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
+sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]

@@ -1,0 +1,246 @@
+"""Checks megasched on the GPUs of this machine, step by step; docs/gpu_check.md says what each step tells.
+
+Each step has a process of its own, at most ten minutes, and a file ``RESULTS/NAME.json``, which is written when
+the step begins, and whole when it ends. A step that has ended on this commit is passed by, so that a check which
+was cut off goes on where it was; the numerics go on within themselves.
+
+    python bench/gpu/check.py [--results DIR] [--only STEP ...] [--again]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import HERE, ROOT, on_ghost
+
+from megasched.files import write_whole
+
+# The most that a step may take, in seconds.
+MOST = 600
+LOG_LINES = 40
+# What a record may say of a step that has come to its end.
+ENDED = ("passed", "failed")
+FOLDER = "FOLDER"  # in a command: the step's own folder
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the check.
+
+    Attributes:
+        name: what its files are called.
+        command: arguments of Python; ``FOLDER`` stands for its folder.
+        seconds: its limit.
+        te: whether it needs Transformer Engine.
+        printed: the file of its folder that takes its standard output; empty where that goes to the log.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int = MOST
+    te: bool = False
+    printed: str = ""
+
+
+# Shape -> the shape that a rehearsal has in its place, and the sequences of a step.
+SHAPES = {"1b": ("tiny", 2), "qwen3-1.7b": ("qwen3-tiny", 2), "moe": ("moe-tiny", 4)}
+OURS = ("megasched_block", "megasched_fused", "megasched_leaf")
+
+
+def steps(small: bool = False) -> list[Step]:
+    """The steps in their order: what tells most in the least time comes first.
+
+    Args:
+        small: in sizes for a rehearsal.
+    """
+    megasched, quick = ("-m", "megasched"), ("--iters", "4" if small else "100", "--dir", f"{FOLDER}/run")
+    found = [
+        Step("doctor", (*megasched, "doctor", "--json"), 120, printed="doctor.json"),
+        Step("quickstart", (*megasched, "quickstart", "--json", *quick), 300, printed="quickstart.json"),
+        Step("nccl", (_script("nccl_groups.py"), FOLDER), 180),
+        Step("numerics", (_script("numerics.py"), FOLDER)),
+        Step("numerics_te", (_script("numerics.py"), FOLDER, "--te"), te=True),
+    ]
+    kinds = {"bf16": ("hf_eager", *OURS), "compiled": ("hf_compile", "hf_liger"), "fp8": OURS}
+    for kind, names in kinds.items():
+        found += [_contenders(shape, kind, names, small) for shape in SHAPES]
+    found += [
+        Step("calibration", (*megasched, "plan", "--calibrate", f"{FOLDER}/gpu.toml"), 300),
+        Step("planner", (_script("planned.py"), FOLDER)),
+        Step("kernels", (_script("kernel_times.py"), FOLDER, "--shape", _shape("1b", small)), 300, te=True),
+    ]
+    return found
+
+
+def _contenders(shape: str, kind: str, names: Sequence[str], small: bool) -> Step:
+    size = ("--rounds", "1", "--steps", "1") if small else ("--rounds", "4", "--steps", "5")
+    more = ("--fp8",) if kind == "fp8" else ()
+    command = (str(ROOT / "bench" / "contenders.py"), "--shape", _shape(shape, small), "--bf16", *more, *size)
+    command += ("--micro-batch-size", "1" if small else str(SHAPES[shape][1]), "--pairs", "native")
+    command += ("--only", *names, "--folder", FOLDER, "--name", "contenders")
+    return Step(f"{shape.replace('.', '_')}_{kind}", command, te=True)
+
+
+def _shape(shape: str, small: bool) -> str:
+    return SHAPES[shape][0] if small else shape
+
+
+def _script(name: str) -> str:
+    return str(HERE / name)
+
+
+class Check:
+    """The records of the steps in a folder, all of one commit.
+
+    Attributes:
+        results: the folder; made where it is missing.
+        commit: of the code that is checked; what records of others say counts no more.
+    """
+
+    def __init__(self, results: Path, commit: str, environment: Mapping[bool, Mapping[str, str]]) -> None:
+        """Opens the folder.
+
+        Args:
+            environment: variables of a step that needs Transformer Engine (True) and of one that does not.
+        """
+        self.results, self.commit, self.environment = results, commit, environment
+        results.mkdir(parents=True, exist_ok=True)
+
+    def record(self, name: str) -> dict[str, Any]:
+        """What is written of a step on this commit; empty where nothing is, or it can't be read."""
+        try:
+            found = json.loads((self.results / f"{name}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if found.get("commit") == self.commit else {}
+
+    def run(self, step: Step, again: bool = False) -> str:
+        """Runs a step unless it has ended before; returns what its record says.
+
+        Args:
+            again: from its beginning, whatever there is.
+        """
+        known = self.record(step.name)
+        if known.get("status") in ENDED and not again:
+            return known["status"]
+        folder = self.results / step.name
+        if again or not known:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        self._write(step, {"status": "running"})
+        start = time.monotonic()
+        status, code = self._carry_out(step, folder)
+        outcome = {"status": status, "exit_status": code, "seconds": round(time.monotonic() - start, 1)}
+        outcome["found"] = read_folder(folder)
+        if status != "passed":
+            lines = (folder / "log").read_text(errors="replace").splitlines()
+            outcome["log"] = lines[-LOG_LINES:]
+        self._write(step, outcome)
+        return status
+
+    def _write(self, step: Step, outcome: Mapping[str, Any]) -> None:
+        told = {"step": step.name, "commit": self.commit, "command": step.command, "limit": step.seconds}
+        write_whole(self.results / f"{step.name}.json", [json.dumps({**told, **outcome}, indent=1), "\n"])
+
+    def _carry_out(self, step: Step, folder: Path) -> tuple[str, int | None]:
+        """The status, and the exit status where the process ended by itself."""
+        command = [word.replace(FOLDER, str(folder.resolve())) for word in step.command]
+        with (folder / "log").open("ab") as log, (folder / (step.printed or "log")).open("ab") as printed:
+            printed.truncate(0) if step.printed else None
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=log,
+                env=self.environment[step.te],
+                start_new_session=True,  # all that it starts ends with it
+            )
+            try:
+                code = process.wait(step.seconds)
+            except subprocess.TimeoutExpired:
+                return "cut off", None
+            finally:
+                end_group(process)
+        return ("failed" if code else "passed"), code
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that leads a group, and what is left of the group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """What a step has left: its JSON files read, and its TOML files as text, by name."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.name] = json.loads(path.read_text())
+        except ValueError:  # it was cut off while it printed
+            found[path.name] = path.read_text()
+    return {**found, **{path.name: path.read_text() for path in folder.glob("*.toml")}}
+
+
+def this_commit() -> str:
+    """The commit of the code, which a kit has written down; another one each time while files differ from it."""
+    packed = ROOT / "COMMIT"
+    if packed.exists():
+        return packed.read_text().strip()
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude", "*", "--dirty"]
+    found = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return f"{found} at {time.time():.0f}" if found.endswith("-dirty") else found
+
+
+def seen(environment: Mapping[str, str]) -> dict[str, Any]:
+    """How many GPUs there are, and whether there is Transformer Engine."""
+    asked = "import json, torch, importlib.util as u; "
+    asked += "print(json.dumps([torch.cuda.device_count(), u.find_spec('transformer_engine') is not None]))"
+    command = [sys.executable, "-c", asked]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return dict(zip(("gpus", "te"), json.loads(said.splitlines()[-1]), strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    names = [step.name for step in steps()]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu_check")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=f"of {', '.join(names)}")
+    parser.add_argument("--again", action="store_true", help="from their beginning, whatever there is")
+    parser.add_argument("--ghost", type=int, metavar="GPUS", help="rehearse on ghost GPUs, in small sizes")
+    options = parser.parse_args(argv)
+    chosen = [step for step in steps(bool(options.ghost)) if step.name in (options.only or names)]
+    environment = {te: on_ghost(options.ghost, te) if options.ghost else dict(os.environ) for te in (False, True)}
+    there = seen(environment[True])
+    if not there["gpus"]:
+        print("torch sees no GPU here; `--ghost 1` rehearses the check without one", file=sys.stderr)
+        return 2
+    check = Check(options.results, this_commit(), environment)
+    print(f"{there['gpus']} GPUs, commit {check.commit}, results in {options.results}", flush=True)
+    told = {}
+    for step in chosen:
+        left_out = step.te and not there["te"]
+        told[step.name] = "left out: no Transformer Engine" if left_out else check.run(step, options.again)
+        seconds = check.record(step.name).get("seconds", "")
+        print(f"{step.name:20} {told[step.name]:10} {seconds}", flush=True)
+    off = [name for name, status in told.items() if status != "passed"]
+    print(f"not passed: {', '.join(off)}" if off else "all passed")
+    return int(bool(off))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

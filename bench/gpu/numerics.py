@@ -1,0 +1,242 @@
+"""Every level's numbers on a GPU: a step of Megatron's trainer against plain Hugging Face in float64.
+
+The yardstick is plain Hugging Face's own error in bf16 on the same GPU, as in ``megasched/verify/bfloat16.py``. A
+case is FAMILY:LEVEL[:RECIPE]. One line of JSON a case is printed and written at once; what is written is not run
+again. A process has many cases, and another one goes on after a failure, which may have broken the GPU's context.
+
+    python bench/gpu/numerics.py FOLDER [--te] [--cases llama:block:tensorwise ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from common import ROOT
+from contenders import one_rank
+
+from megasched.files import write_whole
+
+# Those whose layers Megatron's can stand for, and those without.
+BLOCKS = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "mixtral", "gpt_oss", "deepseek_v3")
+WITHOUT = ("gemma2",)
+IN_8_BITS = ("llama", "mixtral")
+RECIPES = ("delayed", "tensorwise", "blockwise")
+# Large enough for the kernels of large models: products of whole tiles, heads that fused attention takes.
+SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+HEADS = {"num_key_value_heads": 2, "head_dim": 64}  # of other than latent attention, which has sizes of its own
+LENGTH, BATCH, TOKENS = 256, 2, (10, 490)
+# How far from float64 logits, and all gradients together, may be, in multiples of plain Hugging Face's error in
+# bf16. On CPUs at most 1.06 was measured. An 8-bit product has 4 bits less in its operands, in its gradients 5.
+LIMIT, LIMIT_8_BITS = 1.5, 16.0
+# A yardstick that is longer measures nothing: bf16 rounds by 2^-9, and some tokens go to other experts by that.
+LONGEST = 0.25
+RESULTS = "cases.json"
+
+
+def cases(te: bool) -> list[str]:
+    """All cases, those with recipes for 8 bits where there is Transformer Engine."""
+    found = [f"{family}:{level}" for family in (*BLOCKS, *WITHOUT) for level in ("leaf", "fused")]
+    found += [f"{family}:block" for family in BLOCKS]
+    recipes = RECIPES if te else ()
+    return found + [f"{f}:{level}:{r}" for f in IN_8_BITS for level in ("fused", "block") for r in recipes]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The results so far, by case."""
+    path = folder / RESULTS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def note(folder: Path, case: str, result: dict[str, Any]) -> None:
+    """Writes a result at once."""
+    print(json.dumps({"case": case, **result}), flush=True)
+    write_whole(folder / RESULTS, [json.dumps({**read(folder), case: result}, indent=1), "\n"])
+
+
+def run_all(folder: Path, chosen: Sequence[str], options: Sequence[str]) -> bool:
+    """Runs what has no result yet in processes of its own; returns whether every case passes."""
+    while left := [case for case in chosen if case not in read(folder)]:
+        log = folder / "worker.log"
+        before = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            command = [sys.executable, __file__, str(folder), "--worker", *options, "--cases", *left]
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        said = log.read_bytes()[before:].decode(errors="replace").splitlines()
+        for line in said:
+            if line.startswith('{"case"'):
+                print(line, flush=True)
+        if left[0] not in read(folder):  # it has not come to its end, not even to that of one case
+            note(folder, left[0], {"outcome": "died", "why": f"exit status {code}", "log": said[-12:]})
+    return all(read(folder)[case]["outcome"] == "passed" for case in chosen)
+
+
+def work(folder: Path, chosen: Sequence[str], te: bool) -> None:
+    """Runs cases in this process, up to the first that fails."""
+    from megasched.errors import MegaschedError
+    from megasched.trainer.flags.rehearsal import without_kernel_packages
+
+    if not te:
+        without_kernel_packages()
+    references: dict[str, Any] = {}
+    for case in chosen:
+        start = time.monotonic()
+        try:
+            result = compare(case, references)
+        except MegaschedError as error:
+            result = {"outcome": "refused", "why": str(error)}
+        except Exception as error:
+            result = {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        note(folder, case, {**result, "seconds": round(time.monotonic() - start, 1)})
+        if result["outcome"] == "failed":
+            return
+
+
+def small_model(family: str, folder: str) -> None:
+    """Writes the ``config.json`` of a family in sizes that kernels of large models take."""
+    from megasched.definition.small_models.small_models import small_config
+
+    config = small_config(family)
+    for name, value in {**SIZES, **({} if hasattr(config, "kv_lora_rank") else HEADS)}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config.save_pretrained(folder)
+
+
+def compare(case: str, references: dict[str, Any]) -> dict[str, Any]:
+    """One step of the trainer, and its errors beside those of plain Hugging Face in bf16.
+
+    Args:
+        references: steps of plain Hugging Face by family, in float64 and in bf16; filled in.
+    """
+    import torch
+
+    from megasched.verify import trainer_run
+    from megasched.verify.bfloat16 import rounded_step
+    from megasched.verify.ranks.pool import FOLDER
+    from megasched.verify.ranks.worker import reset_megatron
+    from megasched.verify.reference import IGNORED
+
+    family, level, recipe = [*case.split(":"), ""][:3]
+    os.environ.update(one_rank())
+    called: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder
+        small_model(family, folder)
+        schedule = f"{ROOT / 'bench' / 'levels.py'}:{level}"
+        try:
+            with counting(called):
+                report = trainer_run.train(
+                    folder, flags(recipe), iterations=1, schedule=schedule, tokens=TOKENS, rehearse=False
+                )
+        finally:
+            reset_megatron()
+            torch.cuda.empty_cache()
+        batches = trainer_run.batches_of([report])
+        for _, labels in batches:
+            labels[:, -1] = IGNORED  # as it is; a ghost GPU has not computed it
+        if family not in references:
+            dtypes = (torch.float64, torch.bfloat16)
+            references[family] = [rounded_step(folder, batches, dtype, device="cuda") for dtype in dtypes]
+    return judged(report, *references[family], bool(recipe), called)
+
+
+@contextmanager
+def counting(called: Counter[str]) -> Iterator[None]:
+    """Counts the modules that a step calls, by the name of their class."""
+    from megatron.training import training
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    from megasched.trainer import entry
+
+    entry.apply_patches()  # first: they look at the function that is wrapped here
+    real = training.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:  # no plan is made any more, which refuses such a hook
+        hook = register_module_forward_pre_hook(lambda module, given: called.update([type(module).__name__]))
+        try:
+            return real(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    with mock.patch.object(training, "train_step", train_step):
+        yield
+
+
+def flags(recipe: str) -> list[str]:
+    """Megatron's, of one step in bf16 or in 8 bits."""
+    batch, vocabulary = str(BATCH), str(SIZES["vocab_size"])
+    found = ["--bf16", "--no-gradient-accumulation-fusion", "--num-workers", "0", "--seq-length", str(LENGTH)]
+    found += ["--micro-batch-size", batch, "--global-batch-size", batch, "--vocab-size", vocabulary]
+    return [*found, "--fp8-format", "hybrid", "--fp8-recipe", recipe] if recipe else found
+
+
+def judged(report: Any, exact: Any, plain: Any, in_8_bits: bool, called: Counter[str]) -> dict[str, Any]:
+    """The verdict of a step, and its figures; pairs are (ours, plain Hugging Face in bf16)."""
+    from megasched.verify import trainer_run
+
+    ours = trainer_run.gather([report], "gradients", 1)
+    missing = sorted(exact.gradients.keys() - ours.keys())
+    names = [name for name in exact.gradients if name in ours]
+    single = {n: [_error([one[n]], [exact.gradients[n]]) for one in (ours, plain.gradients)] for n in names}
+    worst = max(names, key=lambda name: single[name][0] / max(single[name][1], 2.0**-8))
+    logits = [_error(each, exact.logits) for each in (trainer_run.logits_of([report]), plain.logits)]
+    together = [
+        _error([one[n] for n in names], [exact.gradients[n] for n in names]) for one in (ours, plain.gradients)
+    ]
+    limit = LIMIT_8_BITS if in_8_bits else LIMIT
+    measured = all(theirs < LONGEST and mine <= limit * theirs for mine, theirs in (logits, together))
+    passed = measured and not missing
+    return {
+        "outcome": "passed" if passed else "wrong",
+        "limit": limit,
+        "loss": [trainer_run.losses([report])[0], plain.loss, exact.loss],
+        "logits": logits,
+        "gradients": together,
+        "worst": [worst, *single[worst]],
+        "missing": missing,
+        # Which attention and which linears it was, kernels of Transformer Engine among them.
+        "modules": dict(sorted(called.items())),
+    }
+
+
+def _error(got: Sequence[Any], exact: Sequence[Any]) -> float:
+    """The norm of a difference of tensors, over that of the exact ones; 1 where those are zeros."""
+    pairs = zip(got, exact, strict=True)
+    off = sum(float((mine.double() - wanted.double()).norm()) ** 2 for mine, wanted in pairs)
+    size = sum(float(wanted.double().norm()) ** 2 for wanted in exact)
+    return (off / size) ** 0.5 if size else 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--te", action="store_true", help="with Transformer Engine, in 8 bits too")
+    parser.add_argument("--cases", nargs="+", metavar="FAMILY:LEVEL[:RECIPE]")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = options.cases or cases(options.te)
+    if options.worker:
+        work(options.folder, chosen, options.te)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # process groups and threads are nobody's business any more
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return int(not run_all(options.folder, chosen, ["--te"] if options.te else []))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
