@@ -91,7 +91,12 @@ def main() -> int:
     for name in SIDES:
         command = [sys.executable, __file__, str(options.folder), "--shape", options.shape, "--worker", name]
         codes.append(subprocess.run(command, env={**os.environ, **one_rank()}, check=False).returncode)
-    return int(any(codes))
+    if any(codes):
+        return 1
+    unseen = [name for name in SIDES if not json.loads((options.folder / f"{name}.json").read_text())["kernels"]]
+    if unseen:
+        print(f"torch's profiler has seen no kernel of {' and '.join(unseen)}", file=sys.stderr)
+    return int(bool(unseen))
 
 
 if __name__ == "__main__":

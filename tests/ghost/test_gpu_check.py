@@ -123,7 +123,8 @@ def test_calibration_tells_that_this_is_no_gpu(run):
 
 
 def test_kernels_of_native_and_block(run):
+    """Both are run and timed; torch's profiler sees nothing of a ghost GPU, and the step says so."""
     record = run("kernels")
-    assert record["status"] == "passed", record["log"]
+    assert "has seen no kernel of native and megasched_block" in record["log"][-1]
     for name in ("native.json", "megasched_block.json"):
         assert len(record["found"][name]["step_milliseconds"]) == 3
