@@ -143,7 +143,7 @@ class AttentionCall:
 
     @property
     def _is_capped_alone(self) -> bool:
-        """Whether its logits are capped, and it is causal or has a window, and that is all."""
+        """Returns whether it caps logits and is causal or has a window, and that is all."""
         others = self.sinks is not None or self.position_bias is not None or self.dropout
         return self.softcap is not None and bool(self.causal or self.windowed) and not others
 

@@ -93,7 +93,7 @@ MUTATIONS = {
     ),
     "scale_of_attention": Mutation(
         "a wrong scale of attention",
-        "megasched/layers/attention.py",
+        "megasched/layers/torch_attention.py",
         "is_causal=causal, scale=scaling,",
         "is_causal=causal, scale=None,",
         ("tests/layers/test_attention.py", "tests/parity/test_attentions.py"),
