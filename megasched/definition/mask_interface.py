@@ -25,6 +25,9 @@ class _Context(NamedTuple):
     watch: Callable[[Callable[..., Any], Callable[[], Mask]], Mask]
 
 
+# Of a mask's storage, which outlives a detached copy for recomputation: its version when it was made.
+_CAUSAL = "megasched_causal_at_version"
+
 _active: list[_Context | None] = [None]
 _packed: list[torch.Tensor | None] = [None]
 
@@ -32,6 +35,27 @@ _packed: list[torch.Tensor | None] = [None]
 def in_context() -> bool:
     """Returns whether a definition currently runs on a part of the sequence."""
     return _active[-1] is not None
+
+
+def is_causal(mask: torch.Tensor) -> bool:
+    """Returns whether HF made a mask of causality alone, and nothing has been written to it since.
+
+    Classes that HF runs with its eager attention alone (Gemma 2, gpt-oss) get such masks, which no kernel needs.
+    """
+    storage = mask.untyped_storage()
+    whole = mask.is_contiguous() and mask.numel() * mask.element_size() == storage.nbytes()
+    return whole and not mask.is_inference() and getattr(storage, _CAUSAL, None) == mask._version
+
+
+def _of_causality(mask: Mask, mask_function: Callable[..., Any], options: dict[str, Any]) -> Mask:
+    """Marks a mask for ``is_causal``, if it was made of causality alone."""
+    from transformers.masking_utils import causal_mask_function
+
+    alone = mask_function is causal_mask_function and options.get("attention_mask") is None
+    moved = any(options.get(offset) for offset in ("q_offset", "kv_offset"))
+    if mask is not None and alone and not moved and not mask.is_inference():
+        setattr(mask.untyped_storage(), _CAUSAL, mask._version)
+    return mask
 
 
 @contextmanager
@@ -78,7 +102,8 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
             mask_function = _apart(mask_function, numbers)
             options["allow_is_causal_skip"] = False
         if context is None:
-            return make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options)
+            made = make(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options)
+            return _of_causality(made, mask_function, options)
         zigzag, gather, watch = context
         length, window, padding = q_length * zigzag.size, options.get("local_size"), options.get("attention_mask")
         skips = make.__name__ == "sdpa_mask" and options.get("allow_is_causal_skip", True) and padding is None
@@ -96,7 +121,7 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
 
             return make(q_length=q_length, kv_length=length, mask_function=at_positions, **options)
 
-        return watch(mask_function, build)
+        return _of_causality(watch(mask_function, build), mask_function, options)
 
     return mask
 

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from megasched.analysis.trials import attention_switch
-from megasched.definition import attention_interface
+from megasched.definition import attention_interface, mask_interface
 from megasched.definition.attention_interface import HARMLESS
-from megasched.definition.mask_interface import in_context
 from megasched.definition.sequence_split import causal_mask
 from megasched.errors import MegaschedError
 from megasched.layers.context_parallel import CpGroup
@@ -220,11 +219,10 @@ def resolve(
     _refuse_foreign(module, settings, call.query)
     context, te, length = settings.context, settings.te, call.query.shape[2]
     causal_layer = bool(getattr(module, "is_causal", True) if call.causal is None else call.causal)
-    mask, causal, sliding_window = (
-        call.mask,
-        causal_layer and call.mask is None and length > 1,
-        call.sliding_window,
-    )
+    mask, sliding_window = call.mask, call.sliding_window
+    if mask is not None and mask_interface.is_causal(mask):
+        mask, causal_layer = None, True
+    causal = causal_layer and mask is None and length > 1
     if call.indices is not None:
         mask, causal = _of_selected(mask, causal, call.indices, call.key.shape[2]), False
         sliding_window = None  # the mask says it
@@ -249,7 +247,7 @@ def resolve(
 
 def _refuse_foreign(module: nn.Module, settings: AttentionSettings, query: torch.Tensor) -> None:
     """Refuses a call that differs from the trial call: on a part of a sequence, or with heads of other ranks."""
-    if settings.context is None and in_context():
+    if settings.context is None and mask_interface.in_context():
         raise MegaschedError(
             f"{type(module).__name__} calls attention on its part of the sequence, and did not in the trial call: "
             "context parallelism does not know of it. Run it without --context-parallel-size"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.layers.fused.biased_product import linear
+from megasched.layers.fused import biased_product
 from megasched.layers.wrap import wait_for_parameters
 
 
@@ -145,7 +145,7 @@ class FusedColumns(SharedProduct):
                 return None
             weight.main_grad = _whole(gradients)
         split = first.sequence_parallel
-        output = linear(
+        output = biased_product.linear(
             first.tokens.sequence_first(x).contiguous() if split else x,
             weight,
             _Join.apply(*biases) if biases else None,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from megasched.definition.linears import output_axis
 from megasched.layers.build_context import BuildContext
-from megasched.layers.fused.biased_product import linear
+from megasched.layers.fused import biased_product
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.regions import all_reduce_gradient
 from megasched.layers.tokens import Tokens
@@ -56,7 +56,7 @@ class ColumnLinear(ColumnParallelLinear):
         return output.clone() if self.overwritten else output
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        return linear(input, weight, **options)
+        return biased_product.linear(input, weight, **options)
 
     def _computed(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() not in (2, 3) and not self.sequence_parallel:  # Megatron's backward takes no other
@@ -109,7 +109,7 @@ class RowLinear(RowParallelLinear):
         return output.clone() if self.overwritten else output
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: None, **options: Any) -> torch.Tensor:
-        return linear(input, weight, self.bias if self.adds_bias_at_once else bias, **options)
+        return biased_product.linear(input, weight, self.bias if self.adds_bias_at_once else bias, **options)
 
 
 class ReplicatedHeadsLinear(nn.Module):

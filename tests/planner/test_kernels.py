@@ -138,6 +138,18 @@ def test_a_fused_layer_keeps_what_megatrons_does(folder, tmp_path):
     assert fused.backward == pytest.approx(block.backward, rel=0.01)
 
 
+def test_capped_logits_are_not_kept(tmp_path):
+    """Gemma 2's attention keeps its inputs and its output, as any fused one does: twice as much for two rows."""
+    gemma = saved("gemma2", tmp_path / "model")
+    session = open_session("auto", gemma, ParallelDims())
+    with fake_groups(ParallelDims()):
+        short, long = (
+            measure(session, MIDDLE, Setting(BATCH, length, torch.bfloat16, None, on_gpu=True)).layer
+            for length in (LENGTH, 2 * LENGTH)
+        )
+    assert long == pytest.approx(2 * short, rel=0.01)
+
+
 def test_weights_in_8_bits_are_kept_beside(folder):
     session = open_session("auto", folder, ParallelDims(fp8=TENSORWISE))
     count = ParameterCounts(session).held([MIDDLE])

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megasched.planner.stand_ins.kernels import EIGHT_BITS, add_product, kernel, like, product, quantize
+from megasched.planner.stand_ins.fake_kernels import add_product, kernel, like, product
+from megasched.planner.stand_ins.kernels import EIGHT_BITS, quantize
 
 
 class _Weighted(torch.autograd.Function):

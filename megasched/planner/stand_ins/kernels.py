@@ -20,71 +20,7 @@ from torch.nn import functional as F
 
 from megasched.analysis.attention_flops import attended, attention_flops
 from megasched.planner.measure.work import behind_products
-
-Shape = Sequence[int]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-_library = torch.library.Library("megasched_planner", "DEF")
-_library.define("kernel(Tensor[] read, int[] sizes, int[] dims, int[] dtypes, float flops) -> Tensor[]")
-_library.define(
-    "product(Tensor left, Tensor right, int[] shape, int k, int dtype, bool added, int batch) -> Tensor"
-)
-
-
-@torch.library.register_fake("megasched_planner::kernel", lib=_library)
-def _make(read: list[torch.Tensor], sizes: list[int], dims: list[int], dtypes: list[int], flops: float) -> Any:
-    left = iter(sizes)
-    shapes = [[next(left) for _ in range(count)] for count in dims]
-    return [
-        torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-
-
-@torch.library.register_fake("megasched_planner::product", lib=_library)
-def _multiply(
-    left: torch.Tensor, right: torch.Tensor, shape: list[int], k: int, dtype: int, added: bool, batch: int
-) -> torch.Tensor:
-    return torch.empty([0] if added else shape, dtype=_DTYPES[dtype], device="cpu")
-
-
-def kernel(
-    read: Sequence[torch.Tensor], *made: tuple[Shape, torch.dtype], flops: float = 0.0
-) -> list[torch.Tensor]:
-    """Runs one kernel that reads tensors (one that it reads twice is there twice) and makes others.
-
-    Args:
-        flops: FLOPs of fused attention.
-    """
-    sizes = [size for shape, _ in made for size in shape]
-    dtypes = [_DTYPES.index(dtype) for _, dtype in made]
-    found: list[torch.Tensor] = torch.ops.megasched_planner.kernel(
-        list(read), sizes, [len(shape) for shape, _ in made], dtypes, flops
-    )
-    return found
-
-
-def like(tensor: torch.Tensor) -> tuple[Shape, torch.dtype]:
-    """Returns the shape and dtype of a tensor, for a result of its form."""
-    return tensor.shape, tensor.dtype
-
-
-def product(
-    left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, dtype: torch.dtype, batch: int = 1
-) -> torch.Tensor:
-    """Runs a matrix product over ``k``; the dtype of ``left`` tells in how many bits.
-
-    Args:
-        batch: number of products, each with other rows, of which the result is put together.
-    """
-    found: torch.Tensor = torch.ops.megasched_planner.product(
-        left, right, list(shape), k, _DTYPES.index(dtype), False, batch
-    )
-    return found
-
-
-def add_product(left: torch.Tensor, right: torch.Tensor, shape: Shape, k: int, batch: int = 1) -> None:
-    """Runs a matrix product that is added to a gradient that is there (``--gradient-accumulation-fusion``)."""
-    torch.ops.megasched_planner.product(left, right, list(shape), k, _DTYPES.index(torch.float32), True, batch)
+from megasched.planner.stand_ins.fake_kernels import Shape, add_product, kernel, like, product
 
 
 class _Norm(torch.autograd.Function):
@@ -105,6 +41,11 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, ep
     if weight is None or not isinstance(x, FakeTensor):
         return torch.rms_norm(x, shape, weight, eps)
     return _Norm.apply(x, weight)
+
+
+def compiled_norm(module: nn.Module, x: torch.Tensor) -> Any:
+    """Stands in for ``compiled_norm`` of megasched/layers/fused/norms.py."""
+    return _Norm.apply(x, module.weight) if isinstance(x, FakeTensor) else type(module).forward(module, x)
 
 
 def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
@@ -226,6 +167,14 @@ def te_core(
     pairs = attended_on_rank(query.shape[2], key.shape[2], causal, seen, 1 if group is None else core.context.size)
     inputs = as_taken(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
     return _Attention.apply(*inputs, query.shape[0] * query.shape[1] * pairs, group).transpose(1, 2)
+
+
+def capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, left: int, **options: Any
+) -> torch.Tensor:
+    """Stands in for ``capped_attention`` of megasched/layers/fused/capped_attention.py."""
+    pairs = attended(query.shape[2], key.shape[2], True, None if left < 0 else left + 1)
+    return _Attention.apply(query, key, value, query.shape[0] * query.shape[1] * pairs, None)
 
 
 def block_core(
@@ -382,7 +331,10 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megatron.core.transformer.mlp:bias_gelu_impl": gelu,
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
-        "megasched.layers.fused_columns:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
+        "megasched.layers.fused.biased_product:linear": megatrons_linear,
+        "megasched.layers.fused.norms:compiled_norm": compiled_norm,
+        "megasched.layers.fused.capped_attention:takes": lambda *tensors: True,
+        "megasched.layers.fused.capped_attention:capped_attention": capped_attention,
         "megatron.core.fp8_utils:get_fp8_context": no_context,
         "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
         "megasched.layers.te.attention:TeCore.__call__": te_core,
