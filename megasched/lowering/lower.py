@@ -21,6 +21,7 @@ from megasched.layers.context_parallel import enter_sequence_region, gather_reco
 from megasched.layers.embedding import lower_embedding, lower_features
 from megasched.layers.experts import lower_experts
 from megasched.layers.fused.activations import fuse_activations
+from megasched.layers.fused.expert_gates import fuse_expert_gates
 from megasched.layers.fused.gated_mlp import fuse_gates
 from megasched.layers.fused.kernels import compiles
 from megasched.layers.fused.norms import fuse_norms
@@ -174,6 +175,7 @@ def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) 
     fuse_norms(model, here)
     if compiles(context.device):
         fuse_rotary(model, here)
+    fuse_expert_gates(model, here)
     gated = fuse_gates(model, context.plan.fused_columns, here)
     if context.device.type == "cuda":  # where each operation is a kernel
         fuse_activations(model, lambda path: here(path) and path.rpartition(".")[0] not in gated)

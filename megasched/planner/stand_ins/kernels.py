@@ -332,6 +332,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megasched.layers.fused.biased_product:linear": megatrons_linear,
+        "megasched.layers.fused.expert_gates:apply_gate": lambda module, gate_up: swiglu(gate_up, None),
         "megasched.layers.fused.norms:compiled_norm": compiled_norm,
         "megasched.layers.fused.capped_attention:takes": lambda *tensors: True,
         "megasched.layers.fused.capped_attention:capped_attention": capped_attention,

@@ -33,10 +33,9 @@ std::map<uintptr_t, uintptr_t>& known() {
 size_t used[64];
 
 constexpr size_t kPage = 4096;
-// Larger copies within the device are counted only: there is nothing in them.
+// Of what is larger nobody keeps whether it is known: copies within the device are counted only, and reads give what is
+// there.
 constexpr size_t kMoved = 1 << 20;
-// Larger reads are of tensors, whose bytes nobody looks at.
-constexpr size_t kRead = 4096;
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
@@ -110,7 +109,7 @@ void copy(void* to, const void* from, size_t bytes) {
     ghost::note(std::string("copy:") + kind_of(into, out_of) + " " + std::to_string(bytes));
     bool computed = out_of == Place::device && !ghost::is_known(from, bytes);
     if (into == Place::device && out_of == Place::device && bytes > kMoved) return;
-    if (into != Place::device && computed && bytes <= kRead) {
+    if (into != Place::device && computed && bytes <= kMoved) {
         memset(to, 0, bytes);
         return;
     }
