@@ -3,8 +3,8 @@
 The real trainer, torch's CUDA build and, with ``--te``, Transformer Engine run on ghost CUDA (``tests/ghost``),
 which computes nothing and counts every launch. Two models of different depth give what a layer costs.
 
-    python bench/kernels.py --shape 1b --bf16 --output bench/results/kernels_1b.json
-    python bench/kernels.py --shape qwen3-1.7b --bf16 --te --contenders native megasched_fused
+    python bench/kernels.py --shape 1b --bf16 --te --name kernels_1b_te
+    python bench/kernels.py --shape qwen3-1.7b --bf16 --contenders native megasched_fused
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import contenders
+import machine
 import trainer_side
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the ghost, which is of the tests
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--te", action="store_true", help="with Transformer Engine")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--name", help="of the results file; none is written otherwise")
     options, extra = parser.parse_known_args(argv)
     flags = (*(() if options.te else process.WITHOUT_TE), "--no-check-for-nan-in-loss-and-grad", *extra)
     setting = trainer_side.Setting(options.shape, options.micro_batch_size, options.bf16, extra=flags)
@@ -93,9 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         said = "/".join(str(found[name][part]["kernels"]) for part in ("forward", "backward"))
         kept, moved = found[name]["kept_bytes"] / 1e6, found[name]["moved_bytes"]["all"] / 1e6
         print(f"{name:18} kernels {said:8} kept {kept:6.0f} MB  moved {moved:6.0f} MB", flush=True)
-    if options.output:
-        result = {"setting": asdict(setting), "te": options.te, "contenders": found, "left_out": left_out}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if options.name:
+        result = {"setting": asdict(setting), "te": options.te, "layers": found, "left_out": left_out}
+        print(machine.write(options.name, result))
     return 0
 
 

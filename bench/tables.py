@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import roofline
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 _PLACE = re.compile(r"(<!-- (\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,6 +26,21 @@ def contenders(data: dict[str, Any]) -> list[str]:
         share = f"{emulated['seconds'] / data['seconds'][name]['median']:.2%}" if emulated else ""
         rows.append([f"`{name}`", f"{speed:.0f}", *versus, f"{data['peak_bytes'][name] / 1e9:.2f} GB", share])
     head = ["contender", "tokens/s", "speed / native", "speed / hf_eager", "peak memory", "emulation"]
+    left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
+    return [*_table(head, rows), *left]
+
+
+def kernels(data: dict[str, Any]) -> list[str]:
+    found = data["layers"]
+    estimates = roofline.milliseconds(data["setting"], found)
+    rows = []
+    for name, layer in found.items():
+        count = "/".join(str(layer[part]["kernels"]) for part in ("forward", "backward"))
+        sizes = [f"{layer[key] / 1e6:.0f} MB" for key in ("kept_bytes",)]
+        sizes.append(f"{layer['moved_bytes']['all'] / 1e6:,.0f} MB")
+        speed = estimates["native"] / estimates[name]
+        rows.append([f"`{name}`", count, *sizes, f"{estimates[name]:.2f} ms", f"{speed:.3f}"])
+    head = ["contender", "kernels", "kept", "moved", "layer on an H100, estimated", "speed / native"]
     left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
     return [*_table(head, rows), *left]
 
@@ -134,6 +150,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "replays": tune_replay,
     "published": published_runs,
     "transfers": weights,
+    "layers": kernels,
 }
 
 
