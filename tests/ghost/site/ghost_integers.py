@@ -20,6 +20,8 @@ _GHOST = ctypes.CDLL(None)
 _CHOICES = {torch.ops.aten.topk.default: 1, torch.ops.aten.sort.default: 1, torch.ops.aten.argsort.default: 0}
 # Operators that neither read nor write a value.
 _VALUELESS = ("aten::empty", "aten::record_stream")
+# Of more bytes are the buffers by which Inductor clears a cache, again and again, before it times a kernel.
+_MOST = 1 << 25
 # The host's own counts numbers of floating point alone.
 _ON_HOST = {torch.ops.aten.histc.default: lambda x, *args: torch.histc(x.double(), *args)}
 
@@ -64,6 +66,8 @@ def _concerns(func: Any, args: Any, kwargs: Any) -> bool:
     if func.namespace != "aten" or func.is_view or func._schema.name.startswith(_VALUELESS):
         return False
     given = _tensors((args, kwargs))
+    if any(each.nbytes > _MOST for each in given):
+        return False
     placed = torch.device(kwargs.get("device") or "cpu").type == "cuda"
     return (placed or any(each.is_cuda for each in given)) and not any(each.is_meta for each in given)
 
