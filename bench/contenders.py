@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from typing import Any
 import machine
 import ratios
 import trainer_side
+from one_rank import one_rank
 from shapes import SHAPES
 
 # Levels of megasched: name -> what --model-schedule says. A further level is one more line.
@@ -112,15 +112,6 @@ class Worker:
     def close(self) -> None:
         self.channel.close()
         self.process.wait()
-
-
-def one_rank() -> dict[str, str]:
-    """What torchrun would tell the only process of a run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _tail(log: Path) -> str:

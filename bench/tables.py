@@ -36,8 +36,8 @@ def kernels(data: dict[str, Any]) -> list[str]:
     rows = []
     for name, layer in found.items():
         count = "/".join(str(layer[part]["kernels"]) for part in ("forward", "backward"))
-        sizes = [f"{layer[key] / 1e6:.0f} MB" for key in ("kept_bytes",)]
-        sizes.append(f"{layer['moved_bytes']['all'] / 1e6:,.0f} MB")
+        kept, moved = layer["kept_bytes"], layer["moved_bytes"]["all"]
+        sizes = [f"{kept / 1e6:.0f} MB", f"{moved / 1e6:,.0f} MB"]
         speed = estimates["native"] / estimates[name]
         rows.append([f"`{name}`", count, *sizes, f"{estimates[name]:.2f} ms", f"{speed:.3f}"])
     head = ["contender", "kernels", "kept", "moved", "layer on an H100, estimated", "speed / native"]

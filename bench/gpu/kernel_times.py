@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import common  # noqa: F401 (benchmarks are found then)
-from contenders import all_contenders, one_rank
+from contenders import all_contenders
+from one_rank import one_rank
 from shapes import SHAPES
 
 from megasched.files import write_whole

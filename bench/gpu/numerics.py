@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from common import ROOT
-from contenders import one_rank
+from one_rank import one_rank
 
 from megasched.files import write_whole
 

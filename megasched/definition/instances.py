@@ -60,6 +60,16 @@ def calls_forward(module: nn.Module) -> bool:
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
 
 
+def is_of_transformers(module: nn.Module, method: str = "forward") -> bool:
+    """Returns whether a method of a module's class is code of transformers.
+
+    A trial compares what a forward returns. Code of others may leave something behind as well: a term of the loss
+    in a list, say. So it is not replaced.
+    """
+    code = getattr(type(module), method, None)
+    return code is not None and code.__module__.startswith("transformers.")
+
+
 def comparable_state(module: nn.Module) -> Any:
     """Returns a key that is equal for instances that compute the same but for values and sizes of parameters.
 

@@ -82,11 +82,9 @@ class RowLinear(RowParallelLinear):
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
         overwritten: as above.
         inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
-        adds_bias_at_once: the product is whole on this rank, and has the bias; Megatron's forward adds none.
         tokens: as above.
     """
 
-    adds_bias_at_once: bool = False
     takes_part: bool = False
     overwritten: bool = False
     inside: bool = False
@@ -109,7 +107,8 @@ class RowLinear(RowParallelLinear):
         return output.clone() if self.overwritten else output
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: None, **options: Any) -> torch.Tensor:
-        return biased_product.linear(input, weight, self.bias if self.adds_bias_at_once else bias, **options)
+        # Where Megatron's forward is told to skip the bias, the product is whole on this rank and adds it.
+        return biased_product.linear(input, weight, self.bias if self.skip_bias_add else bias, **options)
 
 
 class ReplicatedHeadsLinear(nn.Module):
@@ -188,7 +187,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
             lowered.overwritten = path in plan.tp_facts.overwritten
             lowered.real_features = out_features if weight.padded else None
         else:
-            stays, alone = path in plan.tp_facts.rows_inside, context.size == 1
+            stays = path in plan.tp_facts.rows_inside
             lowered = RowLinear(
                 in_features,
                 out_features,
@@ -196,10 +195,9 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
                 init_method=nn.init.zeros_,
                 bias=bias,
                 input_is_parallel=inside or path not in plan.tp_facts.scatter,
-                skip_bias_add=bias and alone,
+                skip_bias_add=bias and context.size == 1,
                 tp_group=context.group,
             )
-            lowered.adds_bias_at_once = bias and alone
             lowered.takes_part, lowered.inside = inside, stays
             lowered.overwritten = path in plan.tp_facts.overwritten
     lowered.tokens = context.tokens

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.one_rank import one_rank
 from tests.ghost.build import library
 from tests.process import ROOT
 
@@ -50,15 +50,6 @@ def environment(folder: str, devices: int = 1, te: bool = False, **more: str) ->
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # what Megatron asks for where it overlaps
         **more,
     }
-
-
-def one_rank() -> dict[str, str]:
-    """What torchrun would tell the only process of a run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def run(arguments: Sequence[str], ranks: int = 1, te: bool = False, timeout: float = 300, **more: str) -> str:

@@ -17,6 +17,11 @@ from tests.ghost.ledger import waits
 
 LEVELS = str(process.ROOT / "bench" / "levels.py")
 WITHOUT_TE = [*process.WITHOUT_TE, "--no-gradient-accumulation-fusion"]
+# Megatron's flags of two ranks each, and of the distributed optimizer that overlaps.
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _TRAINED = ["--lr", "1e-3", "--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"]
 _TRAINED += ["--micro-batch-size", "1", "--global-batch-size", "4", "--num-workers", "0"]
 _MOCKED = ("--tokenizer-type", "NullTokenizer", "--mock-data", "--vocab-size", "500")
@@ -30,7 +35,10 @@ LENGTH = 256
 
 def write_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """Writes the config of a small model that kernels of GPUs take, and returns the folder."""
-    tiny.save(family, folder, **{**_WIDE, **changes})
+    usual = tiny.config(family)  # a field that it lacks, as GPT-2 lacks groups of heads, would say something else
+    tiny.save(
+        family, folder, **{**{name: size for name, size in _WIDE.items() if hasattr(usual, name)}, **changes}
+    )
     return folder
 
 

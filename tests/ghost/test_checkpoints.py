@@ -7,10 +7,8 @@ its ranks agree.
 import pytest
 
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import LENGTH, train, write_model
+from tests.ghost.runs import LENGTH, OVERLAP, TP2, train, write_model
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SHARED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 # Level; ranks and flags of the run that saves, and of the one that goes on.
 CASES = {

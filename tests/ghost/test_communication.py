@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from megasched.cli.page.volumes import describe_volumes
 from megasched.cli.show.report import ShowReport, inspect_schedule
 from megasched.language.parallel_dims import ParallelDims
-from tests import tiny
+from tests.ghost.cases import CP2, DP2, EP2, PP2, SEQUENCES, SP2, TP2, Case, ordered, run_case
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import LEVELS, Run, train
+from tests.ghost.runs import OVERLAP, Run
 
 LENGTH = 64
 # Megatron's distributed optimizer pads its buffers to multiples of 128 numbers.
@@ -24,26 +24,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_head": 4, "n_layer": 4, "vocab_size": 512, "n_positions": LENGTH},
     "mixtral": SIZES,
 }
-# In a step, over the replicas, one in a micro-batch.
-SEQUENCES = 4
-
-TP2 = {"tensor_model_parallel_size": 2}
-SP2 = {**TP2, "sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-DP2 = {"data_parallel_size": 2}
-EP2 = {"expert_model_parallel_size": 2, "data_parallel_size": 2}
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-
-
-class Case(NamedTuple):
-    model: str
-    level: str
-    parallel: dict[str, Any]
-    flags: str = ""
-    te: bool = False
-
-
 CASES = {
     "fused, tp2 + sp": Case("llama", "fused", SP2),
     "leaf, tp2 + sp": Case("llama", "leaf", SP2),
@@ -121,18 +101,9 @@ def shown_by(report: ShowReport) -> Counter[Sent]:
     return found
 
 
-ORDERED = [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in FAST)]
-
-
-@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("name", ordered(CASES, FAST))
 def test_ranks_send_what_is_shown(request, tmp_path, name):
     case = CASES[name]
-    if case.te:
-        request.getfixturevalue("transformer_engine")
-    tiny.config(case.model, **MODELS[case.model]).save_pretrained(tmp_path)
-    layout = ParallelDims(**case.parallel)
-    flags = [*layout.flags(), *case.flags.split(), "--no-create-attention-mask-in-dataloader"]
-    schedule = case.level if case.level == "auto" else f"{LEVELS}:{case.level}"
-    run = train(tmp_path, schedule, flags, ranks=layout.world_size, te=case.te, length=LENGTH, **INTEGERS)
-    report = inspect_schedule(schedule, str(tmp_path), layout, sequence_length=LENGTH)
-    assert found_in(run, layout) == shown_by(report)
+    run = run_case(case, request, tmp_path, MODELS[case.model], LENGTH, **INTEGERS)
+    report = inspect_schedule(case.schedule, str(tmp_path), case.layout, sequence_length=LENGTH)
+    assert found_in(run, case.layout) == shown_by(report)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.ghost.process import INTEGERS, ROOT
 from tests.ghost.runs import LENGTH, train, write_model
-from tests.parity.levels import SCHEDULE
 
 # Each has something in its layers that Llama's have not.
 FAMILIES = {
@@ -23,7 +22,6 @@ FAMILIES = {
     },
     "gpt_oss": {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},  # sinks
 }
-LAYERS = {"gpt2": "transformer.h"}
 LEVELS = dict.fromkeys(FAMILIES, ("fused", "block")) | {"gemma2": ("fused",)}
 
 pytestmark = pytest.mark.slow
@@ -35,9 +33,8 @@ with_te = pytest.mark.usefixtures("transformer_engine")
     ("family", "level"), [(family, level) for family, levels in LEVELS.items() for level in levels]
 )
 def test_a_family_trains(tmp_path, family, level):
-    model, schedule = write_model(tmp_path / "model", family, **FAMILIES[family]), tmp_path / "levels.py"
-    schedule.write_text(SCHEDULE.format(where=LAYERS.get(family, "model.layers"), level=level))
-    run = train(model, str(schedule), [], te=True, length=LENGTH, iterations=1, **INTEGERS)
+    model = write_model(tmp_path, family, **FAMILIES[family])
+    run = train(model, level, [], te=True, length=LENGTH, iterations=1, **INTEGERS)
     assert run.faults([1]) == []
 
 

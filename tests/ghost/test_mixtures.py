@@ -3,15 +3,14 @@
 import pytest
 
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import LENGTH, train, write_model
+from tests.ghost.runs import EP2, LENGTH, TP2, train, write_model
 
-EP2 = "--expert-model-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+WHOLE = "--expert-tensor-parallel-size 1"
 LEVELS = ("fused", "block")
 CASES = {
     **{level: (level, 1, "") for level in LEVELS},
     **{f"{level}, ep2": (level, 2, EP2) for level in LEVELS},
-    **{f"{level}, ep2 x tp2 + sp": (level, 4, f"{EP2} {TP2}") for level in LEVELS},
+    **{f"{level}, ep2 x tp2 + sp": (level, 4, f"{EP2} {TP2} {WHOLE}") for level in LEVELS},
 }
 
 pytestmark = pytest.mark.slow

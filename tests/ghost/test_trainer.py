@@ -4,11 +4,8 @@ import pytest
 
 from tests import tiny
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import train
+from tests.ghost.runs import OVERLAP, PP2, TP2, train
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RUNS = {
     "fused": ("fused", 1, ""),
     "tp2 + sp": ("fused", 2, TP2),

@@ -3,14 +3,11 @@
 import pytest
 
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import LENGTH, train, write_model
+from tests.ghost.runs import LENGTH, OVERLAP, PP2, TP2, train, write_model
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2 --cp-comm-type"
 EXCHANGES = ("p2p", "all_gather", "a2a")
 CP4 = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FP8 = {
     "delayed": "--fp8-format hybrid --fp8-recipe delayed",
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",

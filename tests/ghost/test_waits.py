@@ -5,11 +5,8 @@ from functools import cache
 import pytest
 
 from tests.ghost.process import INTEGERS
-from tests.ghost.runs import LENGTH, train, train_native, write_model
+from tests.ghost.runs import EP2, LENGTH, OVERLAP, TP2, train, train_native, write_model
 
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-EP2 = "--expert-model-parallel-size 2"
 # What ``write_model`` writes, in Megatron's words.
 LLAMA = """--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --max-position-embeddings 256 --swiglu --disable-bias-linear --normalization RMSNorm
@@ -20,7 +17,7 @@ MIXTRAL = f"""{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-load-bala
 CASES = {
     "one rank": ("llama", LLAMA, 1, ""),
     "tp2 + sp": ("llama", LLAMA, 2, TP2),
-    "dp2, overlapped": ("llama", LLAMA, 2, DP2),
+    "dp2, overlapped": ("llama", LLAMA, 2, OVERLAP),
     "mixture": ("mixtral", MIXTRAL, 1, ""),
     "mixture, ep2": ("mixtral", MIXTRAL, 2, EP2),
 }

@@ -46,3 +46,11 @@ def test_code_of_others_and_other_paths_stay(calls):
     )
     expert_gates.fuse_expert_gates(model, lambda path: "layers.1" not in path)
     assert not any("_apply_gate" in vars(module) for module in model.modules())
+
+
+def test_a_method_of_an_instance_stays(calls):
+    model = tiny_model("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    own = experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
+    expert_gates.fuse_expert_gates(model, lambda path: True)
+    assert vars(experts)["_apply_gate"] is own

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.instances import comparable_state, computes, tried_once
+from megasched.definition.instances import comparable_state, computes, is_of_transformers, tried_once
 from megasched.layers.regions import Forward, wrap_forward
 
 Pointwise = Callable[..., torch.Tensor]
@@ -58,15 +58,6 @@ def fuse_activations(model: nn.Module, here: Callable[[str], bool]) -> None:
         name = tried_once(shown, comparable_state(module), partial(_activation, module))
         if name is not None:
             wrap_forward(module, partial(_by_kernel, ACTIVATIONS[name].forward))
-
-
-def is_of_transformers(module: nn.Module) -> bool:
-    """Returns whether a module's forward is code of transformers.
-
-    A trial compares what a forward returns. Code of others may leave something behind as well: a term of the loss
-    in a list, say. So it is not replaced.
-    """
-    return type(module).forward.__module__.startswith("transformers.")
 
 
 def _may_be_activation(module: nn.Module) -> bool:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from megasched.definition.instances import is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 
 _METHOD = "_apply_gate"
 
 
 def fuse_expert_gates(model: nn.Module, here: Callable[[str], bool]) -> None:
-    """Compiles the method of the experts at the paths for which ``here`` holds; modules stay."""
+    """Compiles the method of the experts at the paths for which ``here`` holds; modules stay.
+
+    An instance that has a method of its own keeps it.
+    """
     for path, module in model.named_modules():
-        method: Any = getattr(type(module), _METHOD, None)
-        if method is not None and method.__module__.startswith("transformers.") and here(path):
+        if here(path) and is_of_transformers(module, _METHOD) and _METHOD not in vars(module):
             setattr(module, _METHOD, partial(apply_gate, module))
 
 

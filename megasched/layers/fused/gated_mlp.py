@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megasched.definition.instances import comparable_state, computes, real_tensors, tried_once
-from megasched.layers.fused.activations import ACTIVATIONS, is_of_transformers
+from megasched.definition.instances import comparable_state, computes, is_of_transformers, real_tensors, tried_once
+from megasched.layers.fused.activations import ACTIVATIONS
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused_columns import SharedProduct
 from megasched.layers.wrap import WAITING, Forward, wrap_forward

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
-from megasched.layers.fused.activations import is_of_transformers
+from megasched.definition.instances import comparable_state, computes, is_of_transformers, small_copy, tried_once
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.regions import Forward, wrap_forward
 
