@@ -82,12 +82,14 @@ class RowLinear(RowParallelLinear):
         takes_part: the input is whole inside a TP region; this rank takes its part of it.
         overwritten: as above.
         inside: the output stays inside a TP region, so that its gradient is summed over the ranks, too.
+        bias_in_product: the product is whole on this rank and adds the bias, which Megatron's forward then skips.
         tokens: as above.
     """
 
     takes_part: bool = False
     overwritten: bool = False
     inside: bool = False
+    bias_in_product: bool = False
     tokens: Tokens
 
     get_extra_state = nn.Module.get_extra_state  # as above
@@ -107,8 +109,7 @@ class RowLinear(RowParallelLinear):
         return output.clone() if self.overwritten else output
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: None, **options: Any) -> torch.Tensor:
-        # Where Megatron's forward is told to skip the bias, the product is whole on this rank and adds it.
-        return biased_product.linear(input, weight, self.bias if self.skip_bias_add else bias, **options)
+        return biased_product.linear(input, weight, self.bias if self.bias_in_product else bias, **options)
 
 
 class ReplicatedHeadsLinear(nn.Module):
@@ -199,6 +200,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
                 tp_group=context.group,
             )
             lowered.takes_part, lowered.inside = inside, stays
+            lowered.bias_in_product = lowered.skip_bias_add
             lowered.overwritten = path in plan.tp_facts.overwritten
     lowered.tokens = context.tokens
     for name, held in module.named_parameters(recurse=False):

@@ -23,7 +23,7 @@ from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
 from megasched.language.subgraph import Subgraph
 from megasched.layers.build_context import BuildContext
-from megasched.layers.linear import ReplicatedHeadsLinear
+from megasched.layers.linear import ReplicatedHeadsLinear, RowLinear
 from megasched.layers.recompute.recompute import recompute, tracker_states
 from megasched.layers.te.linear import TeLinear
 from megasched.layers.wrap import waits_for_parameters
@@ -79,6 +79,8 @@ def _decompose(model: nn.Module, path: str, record: Record) -> bool:
     if not hasattr(layer, "skip_bias_add"):
         return False
     layer.skip_bias_add = True
+    if isinstance(layer, RowLinear):
+        layer.bias_in_product = False
     return True
 
 

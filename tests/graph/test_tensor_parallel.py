@@ -88,9 +88,9 @@ def test_sharded_blocks_of_every_family(ranks):
         assert all(len(gaps) > 10 for gaps, _ in report.values())
 
 
-def _edits():
+def _edits(tp):
     """SwiGLU by Megatron's fusion, the norm recomputed, bias and gelu decomposed out of column and row."""
-    init_megatron(tp=2)
+    init_megatron(tp=tp)
     ids = token_ids()
 
     def llama(sch):
@@ -112,8 +112,9 @@ def _edits():
     return {name: compare(tiny_model(name), fill, call) for name, fill in (("llama", llama), ("gpt2", gpt2))}
 
 
-def test_edits_compose_with_shards(ranks):
-    for report in ranks.run(2, _edits):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_edits_compose_with_shards(ranks, tp):
+    for report in ranks.run(tp, _edits, tp):
         assert {family: too_far(found) for family, found in report.items()} == {"llama": {}, "gpt2": {}}
 
 
