@@ -5,6 +5,7 @@ which computes nothing and counts every launch. Two models of different depth gi
 
     python bench/kernels.py --shape 1b --bf16 --te --name kernels_1b_te
     python bench/kernels.py --shape qwen3-1.7b --bf16 --contenders native megasched_fused
+    python bench/kernels.py --shape 1b --bf16 --te --ranks 2 --tensor-model-parallel-size 2 --sequence-parallel
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from tests.ghost.ledger import kernels, waits
 DEPTHS = (2, 3)
 
 
-def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bool) -> dict[str, Any]:
-    """What a layer of a contender costs; see ``of_layer``."""
+def count(
+    contender: contenders.Contender, setting: trainer_side.Setting, te: bool, ranks: int = 1
+) -> dict[str, Any]:
+    """What a layer of a contender costs the first rank; see ``of_layer``."""
     measured = []
     mixture = "num_local_experts" in trainer_side.shapes.SHAPES[setting.shape]
     integers = process.INTEGERS if mixture else {}  # without them, experts get no tokens
@@ -40,7 +43,7 @@ def count(contender: contenders.Contender, setting: trainer_side.Setting, te: bo
             spec = {**asdict(contender), "layers": layers, "setting": asdict(setting)}
             output = Path(folder) / f"{layers}.json"
             worker = str(Path(__file__).with_name("layer_worker.py"))
-            process.run([worker, json.dumps(spec), str(output)], te=te, **integers)
+            process.run([worker, json.dumps(spec), str(output)], ranks=ranks, te=te, **integers)
             measured.append(json.loads(output.read_text()))
     return of_layer(*measured)
 
@@ -78,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--te", action="store_true", help="with Transformer Engine")
+    parser.add_argument("--ranks", type=int, default=1, help="processes; flags of the layout are Megatron's")
     parser.add_argument("--name", help="of the results file; none is written otherwise")
     options, extra = parser.parse_known_args(argv)
     flags = (*(() if options.te else process.WITHOUT_TE), "--no-check-for-nan-in-loss-and-grad", *extra)
@@ -85,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     found, left_out = {}, {}
     for name in options.contenders:
         try:
-            found[name] = count(known[name], setting, options.te)
+            found[name] = count(known[name], setting, options.te, options.ranks)
         except process.Failed as error:
             lines = str(error).splitlines()
             left_out[name] = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
@@ -95,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         kept, moved = found[name]["kept_bytes"] / 1e6, found[name]["moved_bytes"]["all"] / 1e6
         print(f"{name:18} kernels {said:8} kept {kept:6.0f} MB  moved {moved:6.0f} MB", flush=True)
     if options.name:
-        result = {"setting": asdict(setting), "te": options.te, "layers": found, "left_out": left_out}
+        result = {"setting": asdict(setting), "te": options.te, "ranks": options.ranks}
+        result |= {"layers": found, "left_out": left_out}
         print(machine.write(options.name, result))
     return 0
 

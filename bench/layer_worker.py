@@ -52,6 +52,9 @@ def count(builder: str, schedule: str, layers: int, setting: dict[str, Any]) -> 
 
 if __name__ == "__main__":
     logging.disable(logging.INFO)
-    Path(sys.argv[2]).write_text(json.dumps(count(**json.loads(sys.argv[1]))))
+    asked, output = json.loads(sys.argv[1]), Path(sys.argv[2])  # Megatron's flags take their place
+    counted = count(**asked)
+    if os.environ["RANK"] == "0":
+        output.write_text(json.dumps(counted))
     sys.stdout.flush()
     os._exit(0)  # process groups and threads are nobody's business any more

@@ -9,7 +9,7 @@ something once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ _SCALES = (1.0, 1e-3, 30.0, 1e4)  # of tokens, so that clamps and branches are m
 _TOLERANCE = 1e-5  # of the largest number; HF's grouped products are of float32 at most
 _MANY = 600  # tokens of one expert, more than a capacity leaves room for
 _TRIED: dict[Any, str] = {}
+_COMPARED: dict[Any, str] = {}
 
 
 def why_not_apart(module: nn.Module) -> str:
@@ -30,12 +31,23 @@ def why_not_apart(module: nn.Module) -> str:
 
     See ``experts.has_form`` for the form.
     """
+    return tried_once(_TRIED, _state(module), partial(_tried, module, _apart))
+
+
+def computes_as(module: nn.Module, function: Callable[..., torch.Tensor]) -> bool:
+    """Returns whether a function of a module in HF's form and its arguments computes what the module does."""
+    state = _state(module)
+    key = None if state is None else (state, function)
+    return not tried_once(_COMPARED, key, partial(_tried, module, function))
+
+
+def _state(module: nn.Module) -> Any:
     state = tree_state(module)
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return tried_once(_TRIED, None if state is None else (state, implementation), partial(_tried, module))
+    return None if state is None else (state, implementation)
 
 
-def _tried(module: nn.Module) -> str:
+def _tried(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
     import torch
 
     from megasched.definition.undisturbed import undisturbed
@@ -47,7 +59,7 @@ def _tried(module: nn.Module) -> str:
         small = _small(module)
         for training, scale, index in _cases(small.num_experts):
             vars(small)["training"] = training
-            reason = _why_not(small, scale, index)
+            reason = _why_not(small, other, scale, index)
             if reason:
                 return reason
     return ""
@@ -109,7 +121,7 @@ def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
     yield False, 1.0, scattered
 
 
-def _why_not(small: Any, scale: float, index: torch.Tensor) -> str:
+def _why_not(small: Any, other: Callable[..., torch.Tensor], scale: float, index: torch.Tensor) -> str:
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +134,7 @@ def _why_not(small: Any, scale: float, index: torch.Tensor) -> str:
         whole = small.forward(hidden, index, weights)
         if not isinstance(whole, torch.Tensor) or whole.shape != hidden.shape:
             return "it returns something else than a hidden state of each token"
-        apart = _apart(small, hidden, index, weights)
+        apart = other(small, hidden, index, weights)
         found, expected = (_gradients(output, sources) for output in (apart, whole))
     except Exception as error:  # whatever the definition's code raises
         return f"a small copy of it can't be tried: {type(error).__name__}: {error}"

@@ -27,14 +27,20 @@ from megasched.layers.linear import ReplicatedHeadsLinear, RowLinear
 from megasched.layers.recompute.recompute import recompute, tracker_states
 from megasched.layers.te.linear import TeLinear
 from megasched.layers.wrap import waits_for_parameters
+from megasched.plan.plan import Plan
 
 
-def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> Callable[[str], bool]:
+def traced_paths(plan: Plan) -> Callable[[str], bool]:
+    """Returns a predicate on paths: whether a module is to be traced or is inside of one that is.
+
+    Its code must stay the definition's.
+    """
+    traced = {record.path for record in plan.records_where(lambda primitive: primitive.makes_graph)}
+    return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
+
+
+def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     """Puts graphs in the place of the forwards that the records ask for.
-
-    Returns:
-        A predicate on paths: whether a module is traced or inside a traced one, so that its code must stay the
-        definition's.
 
     Raises:
         ScheduleError: a linear can't be decomposed as it is cut.
@@ -64,7 +70,6 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
     for record in plan.records_where(lambda primitive: primitive.takes_subgraph):
         if "subgraph" in record.arguments and record.path in traced:
             traced[record.path].edits.append(_edit(record, traced[record.path]))
-    return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
 
 
 def _decompose(model: nn.Module, path: str, record: Record) -> bool:

@@ -21,7 +21,7 @@ from megasched.layers.context_parallel import enter_sequence_region, gather_reco
 from megasched.layers.embedding import lower_embedding, lower_features
 from megasched.layers.experts import lower_experts
 from megasched.layers.fused.activations import fuse_activations
-from megasched.layers.fused.expert_gates import fuse_expert_gates
+from megasched.layers.fused.experts import fuse_experts
 from megasched.layers.fused.gated_mlp import fuse_gates
 from megasched.layers.fused.kernels import compiles
 from megasched.layers.fused.norms import fuse_norms
@@ -48,7 +48,7 @@ from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch
 from megasched.layers.wrap import draw_forked
-from megasched.lowering.graphs import trace_modules
+from megasched.lowering.graphs import trace_modules, traced_paths
 from megasched.lowering.local_counts import divide_local_attributes
 from megasched.lowering.records import carried_annotations
 from megasched.lowering.replace import parents_of
@@ -73,6 +73,12 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     def outside_attention(path: str) -> bool:
         return alone(path) and path not in plan.attentions
 
+    fused, traced = fused_paths(plan), traced_paths(plan)
+
+    def fusible(path: str) -> bool:
+        return alone(path) and fused(path) and not traced(path)
+
+    fuse_experts(model, fusible)  # which their exchange among ranks is put around
     for path, module in list(model.named_modules()):
         if not alone(path):
             continue
@@ -85,9 +91,8 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
         else:
             _lower_whole(path, module, context)
     _join(model, plan, alone)
-    fused = fused_paths(plan)
-    traced = trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
-    _fuse(model, context, lambda path: alone(path) and fused(path) and not traced(path))
+    trace_modules(model, context, here)  # before anything wraps a module: regions stay outermost
+    _fuse(model, context, fusible)
     _enter_sequence_regions(model, context, alone)  # inside of TP regions, which have all of a rank's part
     _lower_regions(regions, model, context, alone)
     if context.size > 1:
@@ -175,7 +180,6 @@ def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) 
     fuse_norms(model, here)
     if compiles(context.device):
         fuse_rotary(model, here)
-    fuse_expert_gates(model, here)
     gated = fuse_gates(model, context.plan.fused_columns, here)
     if context.device.type == "cuda":  # where each operation is a kernel
         fuse_activations(model, lambda path: here(path) and path.rpartition(".")[0] not in gated)

@@ -34,6 +34,8 @@ CASES = {
     "fused, recomputed": Case("llama", "fused", {}, FULL, te=True),
     "block, recomputed": Case("llama", "block", {}, FULL, te=True),
     "mixture": Case("mixtral", "block", {}, te=True),
+    "mixture, fused": Case("mixtral", "fused", {}, te=True),
+    "mixture, fused, ep2": Case("mixtral", "fused", EP2, OVERLAP, te=True),
     "mixture, ep2": Case("mixtral", "block", EP2, OVERLAP, te=True),
 }
 FAST = ("leaf, without TE",)

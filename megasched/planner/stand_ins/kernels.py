@@ -90,6 +90,30 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
     return _Pointwise.apply(t, t.shape, False)
 
 
+class _WeightedGate(torch.autograd.Function):
+    """Stands in for a kernel each way between products of experts, which keeps what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
+        ctx.save_for_backward(states, weights)
+        return kernel([states, weights], ((states.shape[0], width), states.dtype))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        states, weights = ctx.saved_tensors
+        return *kernel([gradient, states, weights], like(states), like(weights)), None
+
+
+def weighted_gate(module: Any, states: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Stands in for ``weighted_gate`` of megasched/layers/fused/experts.py."""
+    return _WeightedGate.apply(states, weights, states.shape[-1] // (2 if module.has_gate else 1))
+
+
+def sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Stands in for ``sum_rows`` of megasched/layers/fused/experts.py."""
+    return kernel([x, places], ((places.shape[0], x.shape[1]), x.dtype))[0]
+
+
 class _Attention(torch.autograd.Function):
     """Stands in for fused attention, which keeps its inputs, its output and a number for each query.
 
@@ -332,7 +356,9 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb": rotary,
         "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": megatrons_linear,
         "megasched.layers.fused.biased_product:linear": megatrons_linear,
-        "megasched.layers.fused.expert_gates:apply_gate": lambda module, gate_up: swiglu(gate_up, None),
+        "megasched.layers.fused.experts:apply_gate": lambda module, gate_up: swiglu(gate_up, None),
+        "megasched.layers.fused.experts:weighted_gate": weighted_gate,
+        "megasched.layers.fused.experts:sum_rows": sum_rows,
         "megasched.layers.fused.norms:compiled_norm": compiled_norm,
         "megasched.layers.fused.capped_attention:takes": lambda *tensors: True,
         "megasched.layers.fused.capped_attention:capped_attention": capped_attention,
