@@ -32,15 +32,18 @@ def contenders(data: dict[str, Any]) -> list[str]:
 
 def kernels(data: dict[str, Any]) -> list[str]:
     found = data["layers"]
-    estimates = roofline.milliseconds(data["setting"], found)
+    # What travels between ranks is not in the estimate.
+    estimates = roofline.milliseconds(data["setting"], found) if data.get("ranks", 1) == 1 else {}
     rows = []
     for name, layer in found.items():
         count = "/".join(str(layer[part]["kernels"]) for part in ("forward", "backward"))
         kept, moved = layer["kept_bytes"], layer["moved_bytes"]["all"]
-        sizes = [f"{kept / 1e6:.0f} MB", f"{moved / 1e6:,.0f} MB"]
-        speed = estimates["native"] / estimates[name]
-        rows.append([f"`{name}`", count, *sizes, f"{estimates[name]:.2f} ms", f"{speed:.3f}"])
-    head = ["contender", "kernels", "kept", "moved", "layer on an H100, estimated", "speed / native"]
+        row = [f"`{name}`", count, f"{kept / 1e6:.0f} MB", f"{moved / 1e6:,.0f} MB"]
+        if estimates:
+            row += [f"{estimates[name]:.2f} ms", f"{estimates['native'] / estimates[name]:.3f}"]
+        rows.append(row)
+    head = ["contender", "kernels", "kept", "moved"]
+    head += ["layer on an H100, estimated", "speed / native"] if estimates else []
     left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
     return [*_table(head, rows), *left]
 

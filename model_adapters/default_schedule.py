@@ -44,7 +44,7 @@ def schedule(sch: Schedule, layout: ParallelDims) -> None:
 
 
 def _takes_layers(block: LayerSpec, layout: ParallelDims) -> bool:
-    """Returns whether layers with experts become Megatron's, which keep less memory.
+    """Returns whether layers with experts become Megatron's, whose dispatchers launch fewer kernels.
 
     They do not with packed sequences, which Megatron takes as one row, nor with windows under context parallelism,
     which Transformer Engine has only with some flags.

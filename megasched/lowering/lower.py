@@ -177,7 +177,7 @@ def _join(model: nn.Module, plan: Plan, here: Callable[[str], bool]) -> None:
 
 def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     """Has fewer kernels compute what definitions write in several operations."""
-    fuse_norms(model, here)
+    fuse_norms(model, here, uses_transformer_engine(context.device))
     if compiles(context.device):
         fuse_rotary(model, here)
     gated = fuse_gates(model, context.plan.fused_columns, here)

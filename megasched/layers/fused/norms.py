@@ -1,14 +1,15 @@
-"""Computes norms by one kernel: torch's RMS norm, if a trial shows that it equals the definition's module.
+"""Computes norms by one kernel: an RMS norm's, if a trial shows that it equals the definition's module.
 
-Definitions write a norm as five operations and more, each of which reads and writes the hidden state on a GPU.
-What is no such norm (Gemma's, whose weight is added to 1) is compiled there as it is written.
+Definitions write a norm as five operations and more, each of which reads and writes the hidden state on a GPU. An
+RMS norm has torch's kernel, and one whose weight is added to 1 (Gemma's) Transformer Engine's. What is neither, or
+has no kernel there, is compiled as it is written.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,19 +23,25 @@ from megasched.layers.regions import Forward, wrap_forward
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
-def fuse_norms(model: nn.Module, here: Callable[[str], bool]) -> None:
+def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) -> None:
     """Makes one kernel compute each of the norms at the paths for which ``here`` holds.
 
     Modules, parameters and hooks stay.
+
+    Args:
+        te: whether Transformer Engine's kernels can be used.
     """
-    shown: dict[Any, bool] = {}
+    shown: dict[Any, float | None] = {}
     for path, module in model.named_modules():
         if not here(path) or not _may_be_norm(module):
             continue
         eps, state = _epsilon(module), comparable_state(module)
         kind = None if state is None else (state, module.weight.shape[0])
-        if eps is not None and tried_once(shown, kind, partial(_computes_rms_norm, module, eps)):
+        added = None if eps is None else tried_once(shown, kind, partial(_added, module, eps))
+        if eps is not None and added == 0:
             wrap_forward(module, _fused(module, eps))
+        elif eps is not None and added == 1 and te:
+            wrap_forward(module, partial(_zero_centered, module, eps))
         elif is_of_transformers(module):
             wrap_forward(module, partial(_compiled, module))
 
@@ -54,15 +61,21 @@ def _epsilon(module: nn.Module) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _computes_rms_norm(module: nn.Module, eps: float) -> bool:
-    """Compares the module with torch's kernel on inputs that reveal differences: small ones show epsilon."""
+def _added(module: nn.Module, eps: float) -> float | None:
+    """Returns what an RMS norm adds to its weight before it scales by it, 0 or 1; None if it is no such norm.
+
+    The module is compared with torch's kernel on inputs that reveal differences: small ones show epsilon.
+    """
     size = module.weight.shape[0]
-    small = small_copy(module, {"weight": (size,)})
+    for added in (0.0, 1.0):
+        small = small_copy(module, {"weight": (size,)})
 
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, (size,), small.weight, eps)
+        def norm(x: torch.Tensor, small: Any = small, added: float = added) -> torch.Tensor:
+            return torch.rms_norm(x, (size,), added + small.weight if added else small.weight, eps)
 
-    return computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
+        if computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5):
+            return added
+    return None
 
 
 def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
@@ -77,6 +90,30 @@ def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
         return fused
 
     return wrapper
+
+
+def _zero_centered(module: nn.Module, eps: float, forward: Forward) -> Forward:
+    @cache
+    def kernel() -> Any:
+        from transformer_engine.pytorch import RMSNorm
+
+        return RMSNorm(module.weight.shape[0], eps=eps, zero_centered_gamma=True, device="meta")
+
+    return partial(zero_centered_norm, module, kernel, forward)
+
+
+def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Forward, x: torch.Tensor) -> Any:
+    """Runs Transformer Engine's kernel, which adds 1 to the weight in float32, as the definition does.
+
+    Args:
+        kernel: returns Transformer Engine's module, which is made at the first call.
+        forward: the definition's, for tensors of another dtype than the weight.
+    """
+    if x.dtype != module.weight.dtype:
+        return forward(x)
+    norm = kernel()
+    norm.weight = module.weight  # which may have been replaced
+    return norm(x)
 
 
 def _compiled(module: nn.Module, forward: Forward) -> Forward:

@@ -48,6 +48,11 @@ def compiled_norm(module: nn.Module, x: torch.Tensor) -> Any:
     return _Norm.apply(x, module.weight) if isinstance(x, FakeTensor) else type(module).forward(module, x)
 
 
+def te_norm(module: nn.Module, kernel: Any, forward: Callable[..., Any], x: torch.Tensor) -> Any:
+    """Stands in for ``zero_centered_norm`` of megasched/layers/fused/norms.py."""
+    return _Norm.apply(x, module.weight) if isinstance(x, FakeTensor) else forward(x)
+
+
 def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
     """Stands in for ``ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
     return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -360,6 +365,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megasched.layers.fused.experts:weighted_gate": weighted_gate,
         "megasched.layers.fused.experts:sum_rows": sum_rows,
         "megasched.layers.fused.norms:compiled_norm": compiled_norm,
+        "megasched.layers.fused.norms:zero_centered_norm": te_norm,
         "megasched.layers.fused.capped_attention:takes": lambda *tensors: True,
         "megasched.layers.fused.capped_attention:capped_attention": capped_attention,
         "megatron.core.fp8_utils:get_fp8_context": no_context,
