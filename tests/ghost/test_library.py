@@ -74,3 +74,15 @@ def test_ranks_hand_over_what_they_know():
             "part": [3, 10][rank],
             "neighbour": 101 - rank,
         }
+
+
+def test_whole_numbers_are_computed_on_the_host():
+    """So are those that definitions count in floating point: 6 tokens choose 2 of 4 experts."""
+    said = process.run(["-m", "tests.ghost.integers_case"], **process.INTEGERS)
+    assert json.loads(said.splitlines()[-1]) == {
+        "positions": [0, 2, 6, 12],
+        "chosen": [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1], [1, 2]],
+        "counted": [3, 4, 3, 2],
+        "by marks": [3, 4, 3, 2],
+        "by marks in place": [3, 4, 3, 2],
+    }

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 _GHOST = ctypes.CDLL(None)
 # Operators that choose by scores -> which of their outputs are indices.
 _CHOICES = {torch.ops.aten.topk.default: 1, torch.ops.aten.sort.default: 1, torch.ops.aten.argsort.default: 0}
+# Operators that mark what was chosen, by which some definitions count it, in numbers of floating point.
+_MARKS = {torch.ops.aten.scatter.value, torch.ops.aten.scatter_.value}
 # Operators that neither read nor write a value.
 _VALUELESS = ("aten::empty", "aten::record_stream")
 # Of more bytes are the buffers by which Inductor clears a cache, again and again, before it times a kernel.
@@ -27,7 +29,7 @@ _ON_HOST = {torch.ops.aten.histc.default: lambda x, *args: torch.histc(x.double(
 
 
 class Integers(TorchDispatchMode):
-    """Repeats on the host what takes and makes whole numbers alone. Choices by scores are made evenly.
+    """Repeats on the host what takes and makes whole numbers alone, and marks. Choices by scores are made evenly.
 
     The operator runs on the device, too, so that it is counted; what is moved for the host's part is not.
     """
@@ -42,7 +44,8 @@ class Integers(TorchDispatchMode):
         if not _concerns(func, args, kwargs):
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        alone = not any(each.is_floating_point() or each.is_complex() for each in given)
+        marks = _of_marks(func, kwargs)
+        alone = marks or not any(each.is_floating_point() or each.is_complex() for each in given)
         before = None
         if alone and func is not torch.ops.aten.copy_.default:  # the ghost copies for real
             with _unrecorded():
@@ -54,7 +57,8 @@ class Integers(TorchDispatchMode):
             if before is not None:
                 again = tree_leaves(_ON_HOST.get(func, func)(*before[0], **before[1]))
                 outputs, form = tree_flatten(made)
-                made = tree_unflatten([_with_value(*each) for each in zip(outputs, again, strict=True)], form)
+                valued = [_with_value(*each, marks) for each in zip(outputs, again, strict=True)]
+                made = tree_unflatten(valued, form)
             elif func in _CHOICES:
                 chosen = tree_leaves(made)[_CHOICES[func]]
                 _write(chosen, _evenly(given[0].shape[-1], chosen.shape))
@@ -72,6 +76,14 @@ def _concerns(func: Any, args: Any, kwargs: Any) -> bool:
     return (placed or any(each.is_cuda for each in given)) and not any(each.is_meta for each in given)
 
 
+def _of_marks(func: Any, kwargs: Any) -> bool:
+    """Whether an operator makes marks, or whole numbers of them."""
+    if func is torch.ops.aten._to_copy.default:
+        dtype = kwargs.get("dtype")
+        return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    return func in _MARKS
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
@@ -87,16 +99,16 @@ def _on_host(value: Any) -> Any:
     return _storage(value.detach()).cpu().as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _with_value(output: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _with_value(output: torch.Tensor, value: torch.Tensor, marks: bool) -> torch.Tensor:
     """The output with a value that the host has computed, which may tell how large it is, as of ``nonzero``."""
     if output.shape != value.shape:
         return value.to(output.device)
-    _write(output, value)
+    _write(output, value, marks)
     return output
 
 
-def _write(output: torch.Tensor, value: torch.Tensor) -> None:
-    if not output.is_cuda or output.is_floating_point() or output.is_complex():
+def _write(output: torch.Tensor, value: torch.Tensor, marks: bool = False) -> None:
+    if not output.is_cuda or (not marks and (output.is_floating_point() or output.is_complex())):
         return
     held = _on_host(output)
     held.copy_(value)
