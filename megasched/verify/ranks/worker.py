@@ -105,10 +105,10 @@ def prepare() -> None:
         apply(name)
     for name in IMPORTS:
         import_module(name)
-    _remember_help_of_flags()
+    remember_help_of_flags()
 
 
-def _remember_help_of_flags() -> None:
+def remember_help_of_flags() -> None:
     """Caches the help texts of Megatron's flags.
 
     Megatron finds them in the source of its classes, again for each parser; a run makes three, which was a fifth
