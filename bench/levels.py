@@ -32,5 +32,4 @@ def block(sch: Schedule, layout: ParallelDims) -> None:
 
 def _at_level(sch: Schedule, layout: ParallelDims, level: str) -> None:
     default_schedule(sch, layout)
-    layers = next(path for path, module in sch.mod.named_modules() if type(module).__name__ == "ModuleList")
-    sch[layers].level(level)
+    sch.level(level)

@@ -26,9 +26,10 @@ def milliseconds(setting: dict[str, Any], layers: dict[str, Any], gpu: str = "h1
     from megasched.planner.hardware.hardware import load_hardware
 
     card = load_hardware(gpu)
-    rate = 1e12 * card.bf16_tflops
-    arithmetic = _products(layers["native"]) / (rate * card.product_efficiency)
-    arithmetic += _attention(setting) / (rate * card.attention_efficiency)
+    eight = "--fp8-format" in setting["extra"]  # attention is in 16 bits
+    efficiency = (eight and card.fp8_efficiency) or card.product_efficiency
+    arithmetic = _products(layers["native"]) / (card.peak(1 if eight else 2) * efficiency)
+    arithmetic += _attention(setting) / (card.peak(2) * card.attention_efficiency)
     bandwidth = 1e9 * card.memory_gbytes_per_s * card.memory_efficiency
 
     def seconds(layer: dict[str, Any]) -> float:

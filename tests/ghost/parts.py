@@ -16,8 +16,10 @@ def schedule(sch: Schedule, layout: ParallelDims) -> None:
     """The default one, its layers taken apart; a part that Megatron's module can't stand for stays as it is."""
     default_schedule(sch, layout)
     roles = sch.roles
-    layers = next(path for path, module in sch.mod.named_modules() if type(module).__name__ == "ModuleList")
-    sch[layers].level("fused")
+    for path, module in sch.mod.named_modules():
+        if type(module).__name__ == "ModuleList":
+            for name, _ in module.named_children():
+                sch[path][name].level("fused", required=False)  # a required one would count more than those below
     parts = [*roles.mlps, *(path.rpartition(".")[0] for path, role in roles.role.items() if role == "moe.experts")]
     attention = roles.attention
     if isinstance(attention, AttentionSpec):

@@ -52,10 +52,18 @@ def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
     assert len(plan.mixtures) == (1 if "1" in around else 4)
 
 
-def test_what_a_block_is(tmp_path):
+@pytest.mark.parametrize("path", ["model.layers.1.self_attn.q_proj", "model.norm", "lm_head"])
+def test_a_block_is_asked_for_on_what_can_be_one_or_around_it(tmp_path, path):
+    """Outside of the layers, too: it would not be known that nothing came of the call."""
     what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
     with pytest.raises(ScheduleError, match=what):
-        plan_of(tmp_path, ParallelDims(), calls(tmp_path, ("model.layers.1.self_attn.q_proj", "block")))
+        plan_of(tmp_path, ParallelDims(), calls(tmp_path, (path, "block")))
+
+
+@pytest.mark.parametrize("path", ["", "model", "model.layers"])
+def test_a_block_may_be_asked_for_around_layers(tmp_path, path):
+    plan = plan_of(tmp_path, ParallelDims(), calls(tmp_path, (path, "block")))
+    assert sorted(plan.blocks) == plan.structure.layer_paths()
 
 
 @pytest.mark.parametrize(

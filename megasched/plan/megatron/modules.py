@@ -6,6 +6,7 @@ mixture of experts a ``MoELayer`` and an MLP an ``MLP``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -45,7 +46,8 @@ def choose_megatron_modules(
     why_not = MegatronFit(plan, model, roles, parts, trials)
     problems, declined = [], dict[str, Declined]()
     for path, record in asked.items():
-        if structure.index_of(path) is not None and path not in parts:
+        inside = structure.index_of(path) is not None
+        if path not in parts and (inside or (required(record) and not _holds(path, parts))):
             what = "a block is a whole decoder layer, its attention, its mixture of experts or its MLP"
             problems.append(Problem(what, path, record.source, "call level('block') on one of them"))
     for path, part in parts.items():
@@ -61,6 +63,11 @@ def choose_megatron_modules(
         else:
             declined[path] = Declined(reason, path, level.source)
     return replace(plan, declined=declined), problems
+
+
+def _holds(path: str, parts: Iterable[str]) -> bool:
+    """Returns whether one of the modules is inside the module at a path."""
+    return any(part.startswith(f"{path}." if path else "") for part in parts)
 
 
 def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
