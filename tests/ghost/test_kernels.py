@@ -61,7 +61,7 @@ def test_so_it_does_in_other_families(shape):
         assert fused[part]["kernels"] <= launched * native[part]["kernels"]
     assert fused["kept_bytes"] <= kept * native["kept_bytes"]
     assert fused["moved_bytes"]["all"] <= moved * native["moved_bytes"]["all"]
-    assert fused["waits"]["forward and backward"] == native["waits"]["forward and backward"]
+    assert fused["waits"]["forward and backward"] <= native["waits"]["forward and backward"]
 
 
 @pytest.mark.slow
