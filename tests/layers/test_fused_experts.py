@@ -176,3 +176,12 @@ def test_a_method_of_an_instance_stays():
     experts.fuse_experts(model, lambda path: True)
     assert vars(held)["_apply_gate"] is own
     assert "forward" not in vars(held)
+
+
+def test_experts_in_a_form_of_their_own_have_their_gate_compiled_alone():
+    module = made(*FORMS["gate"])
+    for name in ("is_transposed", "has_bias", "config"):  # what the decorator of transformers leaves
+        delattr(module, name)
+    experts.fuse_experts(module, lambda path: True)
+    assert "forward" not in vars(module)
+    assert "_apply_gate" in vars(module)
