@@ -116,16 +116,19 @@ def test_the_eager_form_stays():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_class_that_weighs_in_another_way_is_found_by_numbers():
+@pytest.mark.parametrize(("power", "by_transformers"), [(2, True), (1, True), (1, False)])
+def test_a_class_that_weighs_in_another_way_is_found_by_numbers_and_code_of_others_stays(power, by_transformers):
+    """Code of others may leave behind what no number shows."""
     module = made(*FORMS["gate"])
     original = type(module).forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        return original(self, hidden_states, top_k_index, top_k_weights.square())
+        return original(self, hidden_states, top_k_index, top_k_weights.pow(power))
 
-    module.__class__ = type("Squared", (type(module),), {"forward": forward})
+    forward.__module__ = original.__module__ if by_transformers else __name__
+    module.__class__ = type("Other", (type(module),), {"forward": forward})
     experts.fuse_experts(module, lambda path: True)
-    assert "forward" not in vars(module)
+    assert ("forward" in vars(module)) == (power == 1 and by_transformers)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def fuse_experts(model: nn.Module, here: Callable[[str], bool]) -> None:
 
 def _can_weigh_inputs(module: Any) -> bool:
     """Returns whether experts run in the grouped form, and compute what ``grouped_experts`` does."""
-    if "forward" in vars(module) or not has_form(module):
+    if "forward" in vars(module) or not is_of_transformers(module) or not has_form(module):
         return False
     grouped = getattr(module.config, "_experts_implementation", None) == "grouped_mm"
     last = module.has_bias or getattr(module, "has_post_expert_norm", False)  # what comes after the last products
