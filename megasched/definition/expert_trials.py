@@ -23,7 +23,6 @@ _SCALES = (1.0, 1e-3, 30.0, 1e4)  # of tokens, so that clamps and branches are m
 _TOLERANCE = 1e-5  # of the largest number; HF's grouped products are of float32 at most
 _MANY = 600  # tokens of one expert, more than a capacity leaves room for
 _TRIED: dict[Any, str] = {}
-_COMPARED: dict[Any, str] = {}
 
 
 def why_not_apart(module: nn.Module) -> str:
@@ -31,20 +30,19 @@ def why_not_apart(module: nn.Module) -> str:
 
     See ``experts.has_form`` for the form.
     """
-    return tried_once(_TRIED, _state(module), partial(_tried, module, _apart))
+    return _why_not_as(module, _apart)
 
 
 def computes_as(module: nn.Module, function: Callable[..., torch.Tensor]) -> bool:
     """Returns whether a function of a module in HF's form and its arguments computes what the module does."""
-    state = _state(module)
-    key = None if state is None else (state, function)
-    return not tried_once(_COMPARED, key, partial(_tried, module, function))
+    return not _why_not_as(module, function)
 
 
-def _state(module: nn.Module) -> Any:
+def _why_not_as(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
     state = tree_state(module)
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return None if state is None else (state, implementation)
+    key = None if state is None else (state, implementation, other)
+    return tried_once(_TRIED, key, partial(_tried, module, other))
 
 
 def _tried(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:

@@ -74,6 +74,13 @@ def test_only_what_computes_an_rms_norm_is_one(kind, fused):
     assert is_fused(model, "0") == fused
 
 
+def test_a_zero_centred_norm_that_is_not_of_transformers_stays_with_transformer_engine_too():
+    """Code of others may leave behind what no output shows."""
+    model = nn.Sequential(Norm("one more"))
+    fuse_norms(model, lambda path: True, te=True)
+    assert not is_fused(model, "0")
+
+
 def test_each_instance_is_tried_with_what_it_was_given():
     """Scaling by depth (arXiv 2502.05795) is 1 in the first layer."""
     model = nn.Sequential(Norm(), Norm(), Norm())

@@ -49,10 +49,8 @@ def test_what_it_has_not_stays_with_torch_and_says_why(found, case):
 def test_transformer_engine_sees_how_queries_keys_and_values_lie(found):
     """Its own guess, by strides, offsets and storages, of what its kernels are given; one head a rank included."""
     assert len(found["memory"]) == 25
-    thirds = {
-        "packed, 1 of 1 heads, 1 rows",
-        "packed, 2 of 2 heads, 2 rows",
-    }  # of one tensor, which is read in place
+    # Thirds of one tensor are read in place.
+    thirds = {"packed, 1 of 1 heads, 1 rows", "packed, 2 of 2 heads, 2 rows"}
     for name in found["memory"]:
         case, layout = found[name], "bs3hd" if name in thirds else "bshd_bshd_bshd"
         assert (case["layouts"], case["reasons"]) == ([layout], [])

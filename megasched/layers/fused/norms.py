@@ -31,18 +31,18 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) 
     Args:
         te: whether Transformer Engine's kernels can be used.
     """
-    shown: dict[Any, float | None] = {}
+    shown: dict[Any, bool] = {}
     for path, module in model.named_modules():
         if not here(path) or not _may_be_norm(module):
             continue
-        eps, state = _epsilon(module), comparable_state(module)
-        kind = None if state is None else (state, module.weight.shape[0])
-        added = None if eps is None else tried_once(shown, kind, partial(_added, module, eps))
-        if eps is not None and added == 0:
+        eps = _epsilon(module)
+        if eps is not None and _is_rms_norm(module, eps, 0.0, shown):
             wrap_forward(module, _fused(module, eps))
-        elif eps is not None and added == 1 and te:
+        elif not is_of_transformers(module):
+            continue
+        elif te and eps is not None and _is_rms_norm(module, eps, 1.0, shown):
             wrap_forward(module, partial(_zero_centered, module, eps))
-        elif is_of_transformers(module):
+        else:
             wrap_forward(module, partial(_compiled, module))
 
 
@@ -61,21 +61,26 @@ def _epsilon(module: nn.Module) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _added(module: nn.Module, eps: float) -> float | None:
-    """Returns what an RMS norm adds to its weight before it scales by it, 0 or 1; None if it is no such norm.
+def _is_rms_norm(module: nn.Module, eps: float, added: float, shown: dict[Any, bool]) -> bool:
+    """Returns whether a module is an RMS norm that scales by its weight and what is added to it.
 
-    The module is compared with torch's kernel on inputs that reveal differences: small ones show epsilon.
+    Args:
+        shown: results for modules that were tried before.
     """
+    state = comparable_state(module)
+    key = None if state is None else (state, module.weight.shape[0], added)
+    return tried_once(shown, key, partial(_computes_rms_norm, module, eps, added))
+
+
+def _computes_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
+    """Compares the module with torch's kernel on inputs that reveal differences: small ones show epsilon."""
     size = module.weight.shape[0]
-    for added in (0.0, 1.0):
-        small = small_copy(module, {"weight": (size,)})
+    small = small_copy(module, {"weight": (size,)})
 
-        def norm(x: torch.Tensor, small: Any = small, added: float = added) -> torch.Tensor:
-            return torch.rms_norm(x, (size,), added + small.weight if added else small.weight, eps)
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(x, (size,), small.weight + added, eps)
 
-        if computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5):
-            return added
-    return None
+    return computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
 
 
 def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:

@@ -48,11 +48,6 @@ def compiled_norm(module: nn.Module, x: torch.Tensor) -> Any:
     return _Norm.apply(x, module.weight) if isinstance(x, FakeTensor) else type(module).forward(module, x)
 
 
-def te_norm(module: nn.Module, kernel: Any, forward: Callable[..., Any], x: torch.Tensor) -> Any:
-    """Stands in for ``zero_centered_norm`` of megasched/layers/fused/norms.py."""
-    return _Norm.apply(x, module.weight) if isinstance(x, FakeTensor) else forward(x)
-
-
 def zero_centered_rms_norm(self: Any, x: torch.Tensor) -> Any:
     """Stands in for ``ZeroCenteredRMSNorm.forward``: Transformer Engine's kernel adds the 1."""
     return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -64,17 +59,17 @@ def zero_centered_layer_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Pointwise(torch.autograd.Function):
-    """Stands in for one kernel each way, which keeps its input, or nothing."""
+    """Stands in for one kernel each way, which keeps its inputs, or nothing; it makes the dtype of the first."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: Shape, keeps: bool) -> torch.Tensor:
-        ctx.made = like(x)
-        ctx.save_for_backward(*([x] if keeps else []))
-        return kernel([x], (shape, x.dtype))[0]
+    def forward(ctx: Any, shape: Shape, keeps: bool, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.made = [like(x) for x in inputs]
+        ctx.save_for_backward(*(inputs if keeps else ()))
+        return kernel(inputs, (shape, inputs[0].dtype))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return kernel([gradient, *ctx.saved_tensors], ctx.made)[0], None, None
+        return None, None, *kernel([gradient, *ctx.saved_tensors], *ctx.made)
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
@@ -82,36 +77,23 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
 
     Its like for GELU, and ``GatedActivation`` of megasched/layers/fused/gated_mlp.py, whose code is compiled.
     """
-    return _Pointwise.apply(x, (*x.shape[:-1], x.shape[-1] // 2), True)
+    return _Pointwise.apply((*x.shape[:-1], x.shape[-1] // 2), True, x)
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor) -> Any:
     """Stands in for ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
-    return _Pointwise.apply(x, x.shape, True)
+    return _Pointwise.apply(x.shape, True, x)
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
     """Stands in for Transformer Engine's fused rotary embedding."""
-    return _Pointwise.apply(t, t.shape, False)
-
-
-class _WeightedGate(torch.autograd.Function):
-    """Stands in for a kernel each way between products of experts, which keeps what it reads."""
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, weights: torch.Tensor, width: int) -> torch.Tensor:
-        ctx.save_for_backward(states, weights)
-        return kernel([states, weights], ((states.shape[0], width), states.dtype))[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        states, weights = ctx.saved_tensors
-        return *kernel([gradient, states, weights], like(states), like(weights)), None
+    return _Pointwise.apply(t.shape, False, t)
 
 
 def weighted_gate(module: Any, states: torch.Tensor, weights: torch.Tensor) -> Any:
     """Stands in for ``weighted_gate`` of megasched/layers/fused/experts.py."""
-    return _WeightedGate.apply(states, weights, states.shape[-1] // (2 if module.has_gate else 1))
+    width = states.shape[-1] // (2 if module.has_gate else 1)
+    return _Pointwise.apply((states.shape[0], width), True, states, weights)
 
 
 def sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -365,7 +347,9 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megasched.layers.fused.experts:weighted_gate": weighted_gate,
         "megasched.layers.fused.experts:sum_rows": sum_rows,
         "megasched.layers.fused.norms:compiled_norm": compiled_norm,
-        "megasched.layers.fused.norms:zero_centered_norm": te_norm,
+        "megasched.layers.fused.norms:zero_centered_norm": lambda module, *others: compiled_norm(
+            module, others[-1]
+        ),
         "megasched.layers.fused.capped_attention:takes": lambda *tensors: True,
         "megasched.layers.fused.capped_attention:capped_attention": capped_attention,
         "megatron.core.fp8_utils:get_fp8_context": no_context,
