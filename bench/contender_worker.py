@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import kernel_times
+import machine
 import memory
 import trainer_side
 
@@ -17,15 +19,23 @@ import trainer_side
 def serve(channel: Connection, builder: str, schedule: str, setting: trainer_side.Setting) -> None:
     """Answers orders until the channel closes.
 
-    Sends ``("ready", static)`` or ``("failed", reason)``, then one dict for each order: ``("steps", n)`` gives
-    ``seconds`` of n steps and their ``peak_bytes``, ``("emulation",)`` what the emulation of CUDA costs a step.
+    Sends ``("built", None)``, and ``("ready", None)`` after the first steps, which it makes when it is told to
+    begin; ``("failed", reason)`` instead of either. Then one dict for each order: ``("steps", n)`` gives
+    ``seconds`` of n steps and their ``peak_bytes``, ``("emulation",)`` what the emulation of CUDA costs a step,
+    ``("kernels",)`` those of a step.
     """
     try:
         args = trainer_side.start(setting, schedule)
         before = _allocated()
         side, data = trainer_side.build(args, builder), trainer_side.batches(setting)
+        _release()
+        channel.send(("built", None))
+        channel.recv()
         side.step(data)  # compiles, allocates the optimizer's states
         side.step(data)
+        _release()
+    except EOFError:
+        raise
     except Exception as error:
         channel.send(("failed", f"{type(error).__name__}: {first_reason(error)}"))
         raise
@@ -34,6 +44,9 @@ def serve(channel: Connection, builder: str, schedule: str, setting: trainer_sid
         order, *values = channel.recv()
         if order == "steps":
             channel.send(_steps(side, data, values[0], before))
+        elif order == "kernels":
+            channel.send(kernel_times.measure(side, data))
+            _release()
         else:
             channel.send(_emulation(side, data) if setting.rehearse else {})
 
@@ -95,35 +108,29 @@ def _outside_emulation() -> Any:
         yield
 
 
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
-
-
 def _allocated() -> int:
     import torch
 
-    return torch.cuda.memory_allocated() if _on_gpu() else memory.resident_bytes()
+    return torch.cuda.memory_allocated() if machine.on_gpu() else memory.resident_bytes()
 
 
 def _reset_peak() -> None:
     import torch
 
-    torch.cuda.reset_peak_memory_stats() if _on_gpu() else memory.reset_peak()
+    torch.cuda.reset_peak_memory_stats() if machine.on_gpu() else memory.reset_peak()
 
 
 def _peak() -> int:
     import torch
 
-    return torch.cuda.max_memory_allocated() if _on_gpu() else memory.peak_resident_bytes()
+    return torch.cuda.max_memory_allocated() if machine.on_gpu() else memory.peak_resident_bytes()
 
 
 def _release() -> None:
     """What the next contender's turn needs: the others share one GPU."""
     import torch
 
-    if _on_gpu():
+    if machine.on_gpu():
         torch.cuda.empty_cache()
 
 

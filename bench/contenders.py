@@ -8,8 +8,9 @@ the model differs.
 
 Each contender has a process of its own; they take turns in changing order, and idle between. A turn is one step
 to warm up and ``--steps`` timed ones. A ratio is taken round by round. One that can't be built is left out of the
-ratios, with its reason in the results. A model of 1.2 billion parameters keeps 22 GB: ``--pairs native`` has the
-others come to that one by one, so that two are in memory at once.
+ratios, with its reason in the results. A model of 1.2 billion parameters keeps 22 GB: ``--stays native`` has the
+others come to that one by one, or ``--beside`` many at a time. Those that come together are built at once.
+``--kernels`` ends with what torch's profiler sees of a step of each.
 
 In a rehearsal all run under the same emulation of CUDA. What it costs is counted for each: the functions that it
 intercepts in a step, times the time of one interception (``emulation`` in the results). The compiled
@@ -18,7 +19,7 @@ contender runs its model outside of it.
     python bench/contenders.py --rehearse
     python bench/contenders.py --rehearse --bf16
     python bench/contenders.py --rehearse --shape moe
-    python bench/contenders.py --shape 1b --bf16 --steps 5 --pairs native [--micro-batch-size 4] [--fp8]
+    python bench/contenders.py --shape 1b --bf16 --steps 5 --stays native [--micro-batch-size 4] [--fp8]
 """
 
 from __future__ import annotations
@@ -127,21 +128,34 @@ class Field:
         self.workers: dict[str, Worker] = {}
         self.left_out: dict[str, str] = {}
         self.emulation: dict[str, Any] = {}
+        self.kernels: dict[str, Any] = {}
 
-    def enter(self, name: str, contender: Contender) -> None:
-        """Starts its process, unless it is there or can't be built."""
-        if name in self.workers or name in self.left_out:
-            return
-        worker = Worker(name, contender, self.setting, self.folder)
-        state, reason = worker.receive()
-        if state == "ready":
-            self.workers[name] = worker
-            self.emulation[name] = worker.ask("emulation")
-            print(f"{name}: built", file=sys.stderr, flush=True)
-        else:
-            self.left_out[name] = reason
-            worker.close()
-            print(f"{name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
+    def enter(self, contenders: Mapping[str, Contender]) -> None:
+        """Starts those that are not there and can be built: all at once, but for their first steps."""
+        come = {
+            name: Worker(name, contender, self.setting, self.folder)
+            for name, contender in contenders.items()
+            if name not in self.workers and name not in self.left_out
+        }
+        for name, worker in come.items():
+            state, reason = worker.receive()
+            if state == "built":
+                worker.channel.send(("begin",))
+                state, reason = worker.receive()
+            if state == "ready":
+                self.workers[name] = worker
+                self.emulation[name] = worker.ask("emulation")
+                print(f"{name}: ready", file=sys.stderr, flush=True)
+            else:
+                self.left_out[name] = reason
+                worker.close()
+                print(f"{name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
+
+    def profile(self) -> None:
+        """Asks each that is there for its kernels, once."""
+        for name, worker in self.workers.items():
+            if name not in self.kernels:
+                self.kernels[name] = worker.ask("kernels")
 
     def leave(self, *names: str) -> None:
         for name in names:
@@ -149,9 +163,12 @@ class Field:
                 self.workers.pop(name).close()
 
 
-def groups(names: Sequence[str], stays: str | None) -> list[list[str]]:
-    """Who are in memory together; ``stays`` is in every group of two, without it there is one of all."""
-    return [[stays, name] for name in names if name != stays] if stays is not None else [list(names)]
+def groups(names: Sequence[str], stays: str | None, beside: int = 1) -> list[list[str]]:
+    """Who are in memory together: ``stays`` with so many ``beside``, or all where nobody stays."""
+    if stays is None:
+        return [list(names)]
+    others = [name for name in names if name != stays]
+    return [[stays, *others[first : first + beside]] for first in range(0, len(others), beside)]
 
 
 def compare(
@@ -160,12 +177,16 @@ def compare(
     rounds: int,
     steps: int,
     stays: str | None = None,
+    beside: int = 1,
+    kernels: bool = False,
     on_group: Callable[[dict[str, Any]], object] = lambda data: None,
 ) -> dict[str, Any]:
-    """Builds the contenders one after the other and lets them step in turn.
+    """Builds the contenders and lets them step in turn.
 
     Args:
-        stays: the contender to which each other one comes alone; None for all at once.
+        stays: the contender to which the others come; None for all at once.
+        beside: how many come to it at a time.
+        kernels: whether to look at each one's kernels, when all have taken their turns.
         on_group: called with the results so far when those that were in memory together are done.
     """
 
@@ -175,6 +196,7 @@ def compare(
             **ratios.together([ratios.summary(seconds, setting.tokens, BASES) for seconds in turns]),
             "peak_bytes": peaks,
             "emulation": field.emulation if setting.rehearse else {},
+            **({"kernels": field.kernels} if kernels else {}),
             "left_out": field.left_out,
         }
 
@@ -183,11 +205,13 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="contenders") as folder:
         field = Field(setting, Path(folder))
         try:
-            for names in groups(list(contenders), stays):
-                for name in names:
-                    field.enter(name, contenders[name])
+            for names in groups(list(contenders), stays, beside):
+                field.enter({name: contenders[name] for name in names})
                 turns.append(_in_turn(field.workers, rounds, steps, peaks))
                 on_group(so_far())
+                if kernels:
+                    field.profile()
+                    on_group(so_far())
                 field.leave(*(name for name in names if name != stays))
         finally:
             field.leave(*field.workers)
@@ -224,11 +248,13 @@ def main() -> None:
     own.add_argument("--fp8", action="store_true", help=f"adds {' '.join(FP8)}; who refuses it is left out")
     own.add_argument("--rehearse", action="store_true")
     own.add_argument("--only", nargs="+", choices=all_contenders(), help="these contenders alone")
-    own.add_argument("--pairs", choices=BASES, help="this one stays in memory, the others come to it one by one")
+    own.add_argument("--stays", choices=BASES, help="this one stays in memory, the others come to it")
+    own.add_argument("--beside", type=int, default=1, metavar="N", help="so many at a time, with --stays")
+    own.add_argument("--kernels", action="store_true", help="what torch's profiler sees of a step of each")
     own.add_argument("--name", help="of the results file; made from the options otherwise")
     own.add_argument("--folder", type=Path, default=machine.RESULTS, help="of the results file")
     options = own.parse_args()
-    chosen = {n: c for n, c in all_contenders().items() if not options.only or n in (*options.only, options.pairs)}
+    chosen = {n: c for n, c in all_contenders().items() if not options.only or n in (*options.only, options.stays)}
     setting = trainer_side.setting_from(options, FP8 if options.fp8 else ())
     precision = "fp8" if options.fp8 else "bf16" if options.bf16 else "fp32"
     where = "cpu" if options.rehearse else "gpu"
@@ -237,7 +263,8 @@ def main() -> None:
     def write(data: dict[str, Any]) -> Path:
         return machine.write(name, data, options.folder)
 
-    data = compare(chosen, setting, options.rounds, options.steps, options.pairs, write)
+    how = (options.stays, options.beside, options.kernels)
+    data = compare(chosen, setting, options.rounds, options.steps, *how, on_group=write)
     path = write(data)
     print(f"{table(data)}\n{path}")
 

@@ -1,4 +1,4 @@
-"""One contender's model on a ghost GPU: what a forward, a backward and a step ask of it (``kernels.py``).
+"""One contender's model on a ghost GPU: what a forward, a backward and a step ask of it (``layer_kernels.py``).
 
 python bench/layer_worker.py '{"builder": ..., "schedule": ..., "layers": 2, "setting": {...}}' OUT.json
 """

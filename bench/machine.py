@@ -17,18 +17,37 @@ def describe() -> dict[str, Any]:
     """Processor, cores, GPU, versions and commit."""
     import torch
 
-    real_gpu = torch.version.cuda is not None and Path("/proc/driver/nvidia").exists()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "gpu": torch.cuda.get_device_name() if real_gpu else None,
+        "gpu": torch.cuda.get_device_name() if on_gpu() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron-core": version("megatron-core"),
         "transformers": version("transformers"),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
     }
+
+
+def on_gpu() -> bool:
+    """Whether there is a GPU, whatever the emulation of CUDA says."""
+    import torch
+
+    return torch.version.cuda is not None and torch._C._cuda_getDeviceCount() > 0
+
+
+def _commit() -> str | None:
+    """The short one of this code, which a kit for a bare machine has written down; None where nobody knows."""
+    packed = RESULTS.parents[1] / "COMMIT"
+    if packed.exists():
+        return packed.read_text()[:7]
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return found.stdout.strip() or None
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""Estimates a layer's time on a GPU from what ``kernels.py`` counts: a ruler for contenders, not a forecast.
+"""Estimates a layer's time on a GPU from what ``layer_kernels.py`` counts: a ruler for contenders, not a forecast.
 
 Products and attention are the same mathematics for all, so Megatron's stand for all. What differs is what memory
 bounds, and the number of kernels. Efficiencies are the planner's (``megasched/planner/hardware/gpus``).

@@ -137,6 +137,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
+    "mixtral-1b": {  # four of its layers
+        "model_type": "mixtral",
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
     "8b": {  # Llama-3-8B
         "hidden_size": 4096,
         "intermediate_size": 14336,

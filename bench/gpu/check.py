@@ -1,8 +1,8 @@
 """Checks megasched on the GPUs of this machine, step by step; docs/gpu_check.md says what each step tells.
 
 Each step has a process of its own, at most ten minutes, and a file ``RESULTS/NAME.json``, which is written when
-the step begins, and whole when it ends. A step that has ended on this commit is passed by, so that a check which
-was cut off goes on where it was; the numerics go on within themselves.
+the step begins, and whole when it ends. Those that time nothing run side by side. A step that has ended on this
+commit is passed by, so that a check which was cut off goes on where it was; the numerics go on within themselves.
 
     python bench/gpu/check.py [--results DIR] [--only STEP ...] [--again]
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Step:
         command: arguments of Python; ``FOLDER`` stands for its folder.
         seconds: its limit.
         te: whether it needs Transformer Engine.
+        alone: whether it times the GPU, and has it to itself.
         printed: the file of its folder that takes its standard output; empty where that goes to the log.
     """
 
@@ -50,46 +52,64 @@ class Step:
     command: tuple[str, ...]
     seconds: int = MOST
     te: bool = False
+    alone: bool = True
     printed: str = ""
 
 
-# Shape -> the shape that a rehearsal has in its place, and the sequences of a step.
-SHAPES = {"1b": ("tiny", 2), "qwen3-1.7b": ("qwen3-tiny", 2), "moe": ("moe-tiny", 4)}
-OURS = ("megasched_block", "megasched_fused", "megasched_leaf")
+# Shape -> the shape that a rehearsal has in its place, and the bytes that a contender keeps between steps.
+SHAPES = {"1b": ("tiny", 22e9), "qwen3-1.7b": ("qwen3-tiny", 31e9), "mixtral-1b": ("moe-tiny", 18e9)}
+SEQUENCES = 2
+# What one step takes beside, a context of CUDA included, and a context of those that wait for their turn.
+STEP_BYTES, CONTEXT_BYTES = 36e9, 1e9
+KINDS = {
+    "bf16": ("hf_eager", "megasched_block", "megasched_fused"),
+    "fp8": ("megasched_block", "megasched_fused"),
+    "others": ("megasched_leaf", "hf_compile", "hf_liger"),
+}
+# Steps that time nothing and run at once: each has a core or more of its own.
+CORES_OF_A_STEP = 3
 
 
-def steps(small: bool = False) -> list[Step]:
+def steps(small: bool = False, memory: float = 80e9) -> list[Step]:
     """The steps in their order: what tells most in the least time comes first.
 
     Args:
         small: in sizes for a rehearsal.
+        memory: bytes of the GPU.
     """
     megasched, quick = ("-m", "megasched"), ("--iters", "4" if small else "100", "--dir", f"{FOLDER}/run")
     found = [
-        Step("doctor", (*megasched, "doctor", "--json"), 120, printed="doctor.json"),
-        Step("quickstart", (*megasched, "quickstart", "--json", *quick), 300, printed="quickstart.json"),
-        Step("nccl", (_script("nccl_groups.py"), FOLDER), 180),
-        Step("numerics", (_script("numerics.py"), FOLDER)),
-        Step("numerics_te", (_script("numerics.py"), FOLDER, "--te"), te=True),
+        Step("doctor", (*megasched, "doctor", "--json"), 120, alone=False, printed="doctor.json"),
+        Step(
+            "quickstart", (*megasched, "quickstart", "--json", *quick), 300, alone=False, printed="quickstart.json"
+        ),
+        Step("nccl", (_script("nccl_groups.py"), FOLDER), 180, alone=False),
+        Step("numerics", (_script("numerics.py"), FOLDER), alone=False),
+        Step("numerics_te", (_script("numerics.py"), FOLDER, "--te"), te=True, alone=False),
     ]
-    kinds = {"bf16": ("hf_eager", *OURS), "compiled": ("hf_compile", "hf_liger"), "fp8": OURS}
-    for kind, names in kinds.items():
-        found += [_contenders(shape, kind, names, small) for shape in SHAPES]
+    for kind in KINDS:
+        found += [_contenders(shape, kind, small, memory) for shape in SHAPES]
     found += [
         Step("calibration", (*megasched, "plan", "--calibrate", f"{FOLDER}/gpu.toml"), 300),
         Step("planner", (_script("planned.py"), FOLDER)),
-        Step("kernels", (_script("kernel_times.py"), FOLDER, "--shape", _shape("1b", small)), 300, te=True),
     ]
     return found
 
 
-def _contenders(shape: str, kind: str, names: Sequence[str], small: bool) -> Step:
+def _contenders(shape: str, kind: str, small: bool, memory: float) -> Step:
     size = ("--rounds", "1", "--steps", "1") if small else ("--rounds", "4", "--steps", "5")
     more = ("--fp8",) if kind == "fp8" else ()
     command = (str(ROOT / "bench" / "contenders.py"), "--shape", _shape(shape, small), "--bf16", *more, *size)
-    command += ("--micro-batch-size", "1" if small else str(SHAPES[shape][1]), "--pairs", "native")
-    command += ("--only", *names, "--folder", FOLDER, "--name", "contenders")
-    return Step(f"{shape.replace('.', '_')}_{kind}", command, te=True)
+    command += ("--micro-batch-size", "1" if small else str(SEQUENCES), "--kernels")
+    command += ("--stays", "native", "--beside", str(beside(SHAPES[shape][1], memory)), "--only", *KINDS[kind])
+    return Step(
+        f"{shape.replace('.', '_')}_{kind}", (*command, "--folder", FOLDER, "--name", "contenders"), te=True
+    )
+
+
+def beside(kept: float, memory: float) -> int:
+    """How many contenders, each of which keeps so many bytes, come to native at a time."""
+    return max(1, int((memory - STEP_BYTES) / (kept + CONTEXT_BYTES)) - 1)
 
 
 def _shape(shape: str, small: bool) -> str:
@@ -207,12 +227,15 @@ def this_commit() -> str:
 
 
 def seen(environment: Mapping[str, str]) -> dict[str, Any]:
-    """How many GPUs there are, and whether there is Transformer Engine."""
-    asked = "import json, torch, importlib.util as u; "
-    asked += "print(json.dumps([torch.cuda.device_count(), u.find_spec('transformer_engine') is not None]))"
+    """How many GPUs there are, the bytes of the first one, and whether there is Transformer Engine."""
+    asked = "import json, torch, importlib.util as u; gpus = torch.cuda.device_count(); "
+    asked += "memory = torch.cuda.get_device_properties(0).total_memory if gpus else 0; "
+    asked += "te = u.find_spec('transformer_engine') is not None; "
+    asked += "print(json.dumps({'gpus': gpus, 'memory': memory, 'te': te}))"
     command = [sys.executable, "-c", asked]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    return dict(zip(("gpus", "te"), json.loads(said.splitlines()[-1]), strict=True))
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,7 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="from their beginning, whatever there is")
     parser.add_argument("--ghost", type=int, metavar="GPUS", help="rehearse on ghost GPUs, in small sizes")
     options = parser.parse_args(argv)
-    chosen = [step for step in steps(bool(options.ghost)) if step.name in (options.only or names)]
     environment = {te: on_ghost(options.ghost, te) if options.ghost else dict(os.environ) for te in (False, True)}
     there = seen(environment[True])
     if not there["gpus"]:
@@ -232,11 +254,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = Check(options.results, this_commit(), environment)
     print(f"{there['gpus']} GPUs, commit {check.commit}, results in {options.results}", flush=True)
     told = {}
-    for step in chosen:
+
+    def run(step: Step) -> None:
         left_out = step.te and not there["te"]
         told[step.name] = "left out: no Transformer Engine" if left_out else check.run(step, options.again)
         seconds = check.record(step.name).get("seconds", "")
         print(f"{step.name:20} {told[step.name]:10} {seconds}", flush=True)
+
+    all_steps = steps(bool(options.ghost), there["memory"])
+    chosen = [step for step in all_steps if step.name in (options.only or names)]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_STEP)) as threads:
+        list(threads.map(run, [step for step in chosen if not step.alone]))
+    for step in chosen:
+        if step.alone:
+            run(step)
     off = [name for name, status in told.items() if status != "passed"]
     print(f"not passed: {', '.join(off)}" if off else "all passed")
     return int(bool(off))

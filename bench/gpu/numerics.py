@@ -3,13 +3,15 @@
 The yardstick is plain Hugging Face's own error in bf16 on the same GPU, as in ``megasched/verify/bfloat16.py``. A
 case is FAMILY:LEVEL[:RECIPE]. One line of JSON a case is printed and written at once; what is written is not run
 again. A process has many cases, and another one goes on after a failure, which may have broken the GPU's context.
+The host is slower than the GPU: several processes share the families.
 
-    python bench/gpu/numerics.py FOLDER [--te] [--cases llama:block:tensorwise ...]
+    python bench/gpu/numerics.py FOLDER [--te] [--cases llama:block:tensorwise ...] [--processes N]
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
@@ -19,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,8 @@ LENGTH, BATCH, TOKENS = 256, 2, (10, 490)
 LIMIT, LIMIT_8_BITS = 1.5, 16.0
 # A yardstick that is longer measures nothing: bf16 rounds by 2^-9, and some tokens go to other experts by that.
 LONGEST = 0.25
-RESULTS = "cases.json"
+RESULTS, LOCK = "cases.json", "cases.lock"
+CORES_OF_A_PROCESS = 4
 
 
 def cases(te: bool) -> list[str]:
@@ -61,15 +65,36 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def note(folder: Path, case: str, result: dict[str, Any]) -> None:
-    """Writes a result at once."""
+    """Writes a result at once, beside those of other processes."""
     print(json.dumps({"case": case, **result}), flush=True)
-    write_whole(folder / RESULTS, [json.dumps({**read(folder), case: result}, indent=1), "\n"])
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of this open file: let go when it is closed
+        write_whole(folder / RESULTS, [json.dumps({**read(folder), case: result}, indent=1), "\n"])
 
 
-def run_all(folder: Path, chosen: Sequence[str], options: Sequence[str]) -> bool:
+def shared_out(chosen: Sequence[str], processes: int) -> list[list[str]]:
+    """Cases for each process; those of one family stay together, which have their references in common."""
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    of_family: dict[str, list[str]] = {}
+    for case in chosen:
+        of_family.setdefault(case.split(":")[0], []).append(case)
+    for cases_of_it in sorted(of_family.values(), key=len, reverse=True):
+        min(shares, key=len).extend(cases_of_it)
+    return [share for share in shares if share]
+
+
+def run_all(folder: Path, chosen: Sequence[str], options: Sequence[str], processes: int = 1) -> bool:
     """Runs what has no result yet in processes of its own; returns whether every case passes."""
+    shares = shared_out(chosen, processes)
+    with ThreadPoolExecutor(len(shares)) as threads:
+        list(threads.map(lambda share: run_share(folder, share, options), shares))
+    return all(read(folder)[case]["outcome"] == "passed" for case in chosen)
+
+
+def run_share(folder: Path, chosen: Sequence[str], options: Sequence[str]) -> None:
+    """Runs what has no result yet of these cases, by one process after the other."""
     while left := [case for case in chosen if case not in read(folder)]:
-        log = folder / "worker.log"
+        log = folder / f"worker_{chosen[0].split(':')[0]}.log"
         before = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
             command = [sys.executable, __file__, str(folder), "--worker", *options, "--cases", *left]
@@ -80,7 +105,6 @@ def run_all(folder: Path, chosen: Sequence[str], options: Sequence[str]) -> bool
                 print(line, flush=True)
         if left[0] not in read(folder):  # it has not come to its end, not even to that of one case
             note(folder, left[0], {"outcome": "died", "why": f"exit status {code}", "log": said[-12:]})
-    return all(read(folder)[case]["outcome"] == "passed" for case in chosen)
 
 
 def work(folder: Path, chosen: Sequence[str], te: bool) -> None:
@@ -226,6 +250,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--te", action="store_true", help="with Transformer Engine, in 8 bits too")
     parser.add_argument("--cases", nargs="+", metavar="FAMILY:LEVEL[:RECIPE]")
+    most = max(1, (os.cpu_count() or 1) // CORES_OF_A_PROCESS)
+    parser.add_argument("--processes", type=int, default=most, help="at a time")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen = options.cases or cases(options.te)
@@ -235,7 +261,7 @@ def main() -> int:
         sys.stderr.flush()
         os._exit(0)  # process groups and threads are nobody's business any more
     options.folder.mkdir(parents=True, exist_ok=True)
-    return int(not run_all(options.folder, chosen, ["--te"] if options.te else []))
+    return int(not run_all(options.folder, chosen, ["--te"] if options.te else [], options.processes))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
 Such a machine has Python 3.12, CUDA 13 with nvcc, torch and transformers, and reaches no network. The archive
 brings megasched, Megatron and the others of ``requirements.txt`` as they are installed, Transformer Engine's core
 cut down to the machine code for one kind of GPU, and the sources of its extension for torch, which is built there.
-It is made of this commit: what is not committed stays behind.
+It is made of this commit: what is not committed stays behind. With ``--extension`` a wheel of the extension, built
+for the torch of that machine, goes along instead of its sources, which saves the time there.
 
-    python bench/gpu/pack.py build/gpu_kit.tar
+    python bench/gpu/pack.py build/gpu_kit.tar [--extension WHEEL]
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -39,8 +41,12 @@ class PackError(Exception):
     """The archive can't be made as it must be; says why."""
 
 
-def pack(target: Path) -> int:
+def pack(target: Path, extension: Path | None = None) -> int:
     """Makes the archive and returns its bytes.
+
+    Args:
+        target: the archive.
+        extension: a wheel of Transformer Engine's extension for torch; its sources where None.
 
     Raises:
         PackError: a command fails, or the archive is too large.
@@ -53,8 +59,11 @@ def pack(target: Path) -> int:
         install(tree, Path(work), site)
         cut_down(site)
         kit.mkdir()
-        as_sources = ("--no-deps", "--no-build-isolation", "--no-binary", ":all:")
-        _pip("download", *as_sources, "--dest", str(kit), sources())
+        if extension is None:
+            as_sources = ("--no-deps", "--no-build-isolation", "--no-binary", ":all:")
+            _pip("download", *as_sources, "--dest", str(kit), sources())
+        else:
+            shutil.copy(extension, kit)
         _compress(site, kit / "site.tar.xz")
         (kit / "COMMIT").write_text(_output("git", "-C", str(ROOT), "rev-parse", "HEAD"))
         (tree / "bench").rename(kit / "bench")
@@ -131,9 +140,11 @@ def _output(*command: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, nargs="?", default=ROOT / "build" / "gpu_kit.tar")
-    target = parser.parse_args(argv).archive
+    parser.add_argument("--extension", type=Path, metavar="WHEEL", help="of Transformer Engine for that torch")
+    options = parser.parse_args(argv)
+    target = options.archive
     try:
-        size = pack(target)
+        size = pack(target, options.extension)
     except (PackError, fatbin.FormatError) as error:
         print(f"{error}", file=sys.stderr)
         return 1

@@ -33,13 +33,13 @@ def measured(results: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     Args:
         results: the folder of the check.
     """
-    for precision in RECIPES:
-        for path in sorted(results.glob(f"*_{precision}/contenders.json")):
-            data = json.loads(path.read_text())
-            for name in data["rounds"]:
-                if name.startswith(PREFIX):
-                    figures = {"peak_bytes": data["peak_bytes"][name], "seconds": data["rounds"][name]}
-                    yield precision, name.removeprefix(PREFIX), {**data["setting"], **figures}
+    for path in sorted(results.glob("*/contenders.json")):
+        data = json.loads(path.read_text())
+        precision = "fp8" if contenders.FP8[0] in data["setting"]["extra"] else "bf16"
+        for name in data["rounds"]:
+            if name.startswith(PREFIX):
+                figures = {"peak_bytes": data["peak_bytes"][name], "seconds": data["rounds"][name]}
+                yield precision, name.removeprefix(PREFIX), {**data["setting"], **figures}
 
 
 def planned(shape: str, level: str, precision: str, batch: int, gpu: str) -> dict[str, Any]:

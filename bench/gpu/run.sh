@@ -42,7 +42,7 @@ install() {
     CUDA_HOME=$home CPATH="$(headers):$home/include" MAX_JOBS=${MAX_JOBS:-$(nproc)} \
         NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_CUDA_ARCHS=90 \
         "$python" -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir --no-compile \
-        --target "$kit/extension" "$kit"/transformer_engine_torch-*.tar.gz
+        --target "$kit/extension" "$kit"/transformer_engine_torch-*
     # Its library must lie beside the core, which pip would replace by it.
     find "$kit/extension" -name 'transformer_engine_torch*.so' -exec cp {} "$site/$library/" \;
     cp -r "$kit"/extension/*.dist-info "$site/"

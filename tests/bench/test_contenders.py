@@ -39,13 +39,22 @@ class FakeWorker:
         self.name = name
         FakeWorker.alive = (*FakeWorker.alive, name)
         FakeWorker.together = (*FakeWorker.together, FakeWorker.alive)
+        self.channel, self.begun = self, False
+
+    def send(self, order: tuple[str]) -> None:
+        assert order == ("begin",)
+        self.begun = True
 
     def receive(self) -> Any:
-        return ("failed", "no compiler") if self.name == "broken" else ("ready", None)
+        if self.name == "broken":
+            return "failed", "no compiler"
+        return ("ready" if self.begun else "built"), None
 
     def ask(self, order: str, *values: Any) -> dict[str, Any]:
         if order == "emulation":
             return {"calls": 3, "seconds": 0.1}
+        if order == "kernels":
+            return {"kernels": [self.name]}
         return {"seconds": [2.0 if self.name == "native" else 1.0] * values[0], "peak_bytes": 7}
 
     def close(self) -> None:
@@ -91,6 +100,32 @@ def test_of_pairs_no_more_than_two_are_in_memory(monkeypatch: pytest.MonkeyPatch
     }
     assert data["peak_bytes"] == {"native": 7, "ours": 7, "hf_eager": 7}
     assert contenders.table(data).count("2.000") == 2
+
+
+def test_some_at_a_time_come_to_the_one_that_stays() -> None:
+    names = ["a", "native", "b", "c"]
+    assert contenders.groups(names, None) == [names]
+    assert contenders.groups(names, "native") == [["native", "a"], ["native", "b"], ["native", "c"]]
+    assert contenders.groups(names, "native", 2) == [["native", "a", "b"], ["native", "c"]]
+
+
+def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Worker", FakeWorker)
+    asked = []
+    monkeypatch.setattr(FakeWorker, "ask", _noting(FakeWorker.ask, asked))
+    chosen = dict.fromkeys(("native", "ours", "theirs"), contenders.Contender("builder"))
+    setting = trainer_side.Setting("tiny")
+    data = contenders.compare(chosen, setting, rounds=1, steps=1, stays="native", kernels=True)
+    assert data["kernels"] == {name: {"kernels": [name]} for name in chosen}
+    assert sorted(name for name, order in asked if order == "kernels") == sorted(chosen)
+
+
+def _noting(ask: Any, asked: list[Any]) -> Any:
+    def noted(self: FakeWorker, order: str, *values: Any) -> Any:
+        asked.append((self.name, order))
+        return ask(self, order, *values)
+
+    return noted
 
 
 def test_a_step_on_a_gpu_needs_no_iterator_of_megatrons_own() -> None:

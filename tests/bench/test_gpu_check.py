@@ -145,7 +145,7 @@ def test_numerics_go_on_after_a_process_that_has_died(tmp_path, monkeypatch):
         "    numerics.note(folder, case, {'outcome': 'passed'})\n"
     )
     monkeypatch.setattr(numerics, "__file__", str(program))
-    assert not numerics.run_all(tmp_path, ["a", "b", "c"], [])
+    assert not numerics.run_all(tmp_path, ["a", "b", "c"], [], 1)
     found = numerics.read(tmp_path)
     assert {case: one["outcome"] for case, one in found.items()} == {"a": "died", "b": "passed", "c": "passed"}
     assert found["a"]["log"] == ["out of memory"]
@@ -158,6 +158,39 @@ def test_numerics_are_of_six_families_and_more_at_each_level_and_recipe():
         assert len({family for family, at, *recipe in found if at == level and not recipe}) >= 6
     assert {recipe[0] for _, _, *recipe in found if recipe} == set(numerics.RECIPES)
     assert not [case for case in numerics.cases(te=False) if case.count(":") > 1]
+
+
+def test_numerics_are_shared_out_by_family():
+    every = numerics.cases(te=True)
+    for processes in (1, 4, 99):
+        shares = numerics.shared_out(every, processes)
+        assert sorted(case for share in shares for case in share) == sorted(every)
+        families = [{case.split(":")[0] for case in share} for share in shares]
+        assert sum(map(len, families)) == len(set().union(*families))
+        assert len(shares) == min(processes, len(set().union(*families)))
+
+
+def test_numerics_of_several_processes_are_all_written(tmp_path, monkeypatch):
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import sys, pathlib\n"
+        f"sys.path[:0] = [{str(GPU)!r}, {str(ROOT)!r}]\n"
+        "import numerics\n"
+        "for case in sys.argv[4:]:\n"
+        "    numerics.note(pathlib.Path(sys.argv[1]), case, {'outcome': 'passed'})\n"
+    )
+    monkeypatch.setattr(numerics, "__file__", str(program))
+    chosen = [f"{family}:{level}" for family in "ab" for level in range(40)]
+    assert numerics.run_all(tmp_path, chosen, [], 2)
+    assert sorted(numerics.read(tmp_path)) == sorted(chosen)
+
+
+def test_as_many_contenders_come_at_once_as_memory_has_room_for():
+    assert [check.beside(22e9, memory) for memory in (24e9, 85e9, 150e9)] == [1, 1, 3]
+    for memory in (24e9, 85e9, 150e9):
+        for one in check.steps(memory=memory):
+            if one.te and one.alone:
+                assert int(one.command[one.command.index("--beside") + 1]) >= 1
 
 
 def test_values_that_ranks_must_have():
@@ -189,9 +222,9 @@ def test_contenders_of_this_check_are_found(tmp_path):
         "rounds": {"native": [1.0], "megasched_block": [2.0]},
         "peak_bytes": {"native": 1, "megasched_block": 5},
     }
-    (folder / "contenders.json").write_text(json.dumps({**data, "setting": {"shape": "1b"}}))
+    (folder / "contenders.json").write_text(json.dumps({**data, "setting": {"shape": "1b", "extra": []}}))
     assert list(planned.measured(tmp_path)) == [
-        ("bf16", "block", {"shape": "1b", "peak_bytes": 5, "seconds": [2.0]})
+        ("bf16", "block", {"shape": "1b", "extra": [], "peak_bytes": 5, "seconds": [2.0]})
     ]
 
 

@@ -1,6 +1,7 @@
 """Construction, primitives and plots on tiny shapes; times are looked at by nobody."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import memory
 import plot
 import primitives
 import pytest
+
+from tests.bench.conftest import BENCH
 
 
 def test_growth_of_a_line_and_of_a_square() -> None:
@@ -77,3 +80,14 @@ def test_results_are_drawn(tmp_path: Path) -> None:
         drawn[name] = plot.draw(path, tmp_path)
     assert drawn.pop("other") is None
     assert all(target is not None and target.stat().st_size > 1000 for target in drawn.values())
+
+
+def test_no_script_has_the_name_of_a_package_that_transformers_looks_for() -> None:
+    """The folder of a script is the first place that Python looks into: ``kernels`` was there for all."""
+    from transformers.utils import import_utils
+
+    source = Path(import_utils.__file__).read_text()
+    wanted = set(re.findall(r'_is_package_available\(\s*"(\w+)', source))
+    assert {"kernels", "accelerate", "datasets"} <= wanted
+    scripts = {path.stem for folder in (BENCH, BENCH / "gpu") for path in folder.glob("*.py")}
+    assert not wanted & scripts

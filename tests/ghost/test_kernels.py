@@ -10,7 +10,7 @@ from tests.process import ROOT
 sys.path.insert(0, str(ROOT / "bench"))  # scripts, which find each other there
 
 import contenders
-import kernels
+import layer_kernels
 import trainer_side
 
 PARTS = ("forward", "backward")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("transformer_engine")
 def _layer(name, shape=SHAPE):
     """What a layer of a contender costs."""
     setting = trainer_side.Setting(shape, 1, True, extra=FLAGS)
-    return kernels.count(contenders.all_contenders()[name], setting, te=True)
+    return layer_kernels.count(contenders.all_contenders()[name], setting, te=True)
 
 
 def test_the_host_waits_for_nothing_in_megatrons_layers():

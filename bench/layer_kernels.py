@@ -3,9 +3,9 @@
 The real trainer, torch's CUDA build and, with ``--te``, Transformer Engine run on ghost CUDA (``tests/ghost``),
 which computes nothing and counts every launch. Two models of different depth give what a layer costs.
 
-    python bench/kernels.py --shape 1b --bf16 --te --name kernels_1b_te
-    python bench/kernels.py --shape qwen3-1.7b --bf16 --contenders native megasched_fused
-    python bench/kernels.py --shape 1b --bf16 --te --ranks 2 --tensor-model-parallel-size 2 --sequence-parallel
+    python bench/layer_kernels.py --shape 1b --bf16 --te --name kernels_1b_te
+    python bench/layer_kernels.py --shape qwen3-1.7b --bf16 --contenders native megasched_fused
+    python bench/layer_kernels.py --shape 1b --bf16 --te --ranks 2 --tensor-model-parallel-size 2
 """
 
 from __future__ import annotations
