@@ -66,8 +66,10 @@ KINDS = {
     "fp8": ("megasched_block", "megasched_fused"),
     "others": ("megasched_leaf", "hf_compile", "hf_liger"),
 }
-# Steps that time nothing and run at once: each has a core or more of its own.
-CORES_OF_A_STEP = 3
+# Steps that time nothing run at once. Each of their processes is given little of the host: by default, torch takes
+# as many threads as there are cores, and starts as many more processes to compile.
+CORES_OF_A_STEP = 5
+MODEST = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def steps(small: bool = False, memory: float = 80e9) -> list[Step]:
@@ -183,7 +185,7 @@ class Check:
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=log,
-                env=self.environment[step.te],
+                env={**self.environment[step.te], **({} if step.alone else MODEST)},
                 start_new_session=True,  # all that it starts ends with it
             )
             try:
