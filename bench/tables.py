@@ -143,6 +143,34 @@ def published_runs(data: dict[str, Any]) -> list[str]:
     return _table(head, rows)
 
 
+def numerics(data: dict[str, Any]) -> list[str]:
+    """Errors in multiples of the yardstick: logits, gradients."""
+    runs = {"": data["numerics"]["without_te"], ", TE": data["numerics"]["with_te"]}
+    columns = [(level, te) for te in runs for level in ("leaf", "fused", "block")]
+    families = dict.fromkeys(case.split(":")[0] for case in runs[""])
+    rows = [
+        [f"`{family}`", *(_multiples(runs[te].get(f"{family}:{level}")) for level, te in columns)]
+        for family in families
+    ]
+    in_8_bits = [case.split(":") for case in runs[", TE"] if case.count(":") == 2 and ":fused:" in case]
+    rows_8_bits = []
+    for family, _, recipe in in_8_bits:
+        ours, block = (runs[", TE"][f"{family}:{level}:{recipe}"] for level in ("fused", "block"))
+        pairs = [f"{ours[what][0]:.3f} ({block[what][0]:.3f})" for what in ("logits", "gradients")]
+        rows_8_bits.append([f"`{family}`", f"`{recipe}`", *pairs])
+    head = ["8 bits", "recipe", "logits of fused (of block)", "gradients of fused (of block)"]
+    return [
+        *_table(["bf16", *(f"{level}{te}" for level, te in columns)], rows),
+        "",
+        *_table(head, rows_8_bits),
+    ]
+
+
+def _multiples(case: dict[str, Any] | None) -> str:
+    pairs = [case[what] for what in ("logits", "gradients")] if case else []
+    return ", ".join(f"{ours / theirs:.2f}" for ours, theirs in pairs)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tokens_per_second": contenders,
     "configurations": memory_plan,
@@ -154,6 +182,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "published": published_runs,
     "transfers": weights,
     "layers": kernels,
+    "numerics": numerics,
 }
 
 
@@ -171,6 +200,8 @@ def fill(page: str, folder: Path = machine.RESULTS) -> str:
 def _ratio(found: dict[str, float] | None) -> str:
     if found is None:
         return ""
+    if "low_quartile" not in found:
+        return f"{found['median']:.3f}"
     return f"{found['median']:.3f} ({found['low_quartile']:.3f} to {found['high_quartile']:.3f})"
 
 

@@ -56,6 +56,7 @@ def rounded_step(
     random_init: bool = True,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
+    eager: bool = False,
 ) -> HfStep:
     """Runs one global batch through plain HF with weights and buffers rounded to bf16.
 
@@ -65,11 +66,14 @@ def rounded_step(
         dtype: dtype of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in
             float64 over the micro-batches, and the softmax of the loss is in float32 at least.
         device: where it runs, and where the batches are.
+        eager: attention and experts as the class's own file computes them: the same, rounded in another way.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     cast_as_loaded(model, torch.bfloat16)
     widen(model.to(device), dtype)
-    if dtype == torch.float64:
+    if eager:
+        model.set_attn_implementation("eager")
+    if eager or dtype == torch.float64:
         own_experts(model)
     total, logits = 0.0, []
     gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}

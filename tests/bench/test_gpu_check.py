@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import check
 import fatbin
@@ -15,6 +16,7 @@ import numerics
 import pack
 import planned
 import pytest
+import torch
 
 from tests.process import ROOT
 
@@ -191,6 +193,39 @@ def test_as_many_contenders_come_at_once_as_memory_has_room_for():
         for one in check.steps(memory=memory):
             if one.te and one.alone:
                 assert int(one.command[one.command.index("--beside") + 1]) >= 1
+
+
+def _errors(logits, gradients, **single):
+    return {"logits": logits, "gradients": gradients, "single": single}
+
+
+def test_errors_are_judged_by_the_largest_yardstick():
+    mine = _errors(0.02, 0.03, gate=0.05, up=0.01)
+    judge = numerics.judged(mine, [_errors(0.01, 0.02, gate=0.01), _errors(0.014, 0.01, gate=0.02)], 0.25)
+    assert (judge["outcome"], judge["logits"], judge["gradients"]) == ("passed", [0.02, 0.014], [0.03, 0.02])
+    assert judge["worst"] == ["up", 0.01, 0.0]
+    assert numerics.judged(mine, [_errors(0.013, 0.02, gate=0.01)], 0.25)["outcome"] == "wrong"
+    assert numerics.judged(mine, [_errors(0.3, 0.02, gate=0.01)], 0.25)["outcome"] == "wrong"
+    assert numerics.judged(_errors(float("nan"), 0.0, gate=0.0), [mine], 0.25)["outcome"] == "wrong"
+    assert numerics.judged(mine, [], 0.25)["outcome"] == "failed"
+
+
+def test_what_is_off_is_measured_beside_its_size():
+    exact = SimpleNamespace(
+        logits=[torch.tensor([3.0, 4.0])], gradients={"a": torch.tensor([2.0]), "b": torch.tensor([0.0])}
+    )
+    found = numerics.errors(
+        [torch.tensor([3.0, 4.5])], {"a": torch.tensor([1.0]), "b": torch.tensor([0.0])}, exact
+    )
+    assert found == {"logits": pytest.approx(0.1), "gradients": pytest.approx(0.5), "single": {"a": 0.5, "b": 1.0}}
+
+
+def test_in_8_bits_the_yardstick_comes_first():
+    cases = numerics.cases(te=True)
+    for case in cases:
+        if case.count(":") == 2:
+            family, _, recipe = case.split(":")
+            assert cases.index(f"{family}:block:{recipe}") <= cases.index(case)
 
 
 def test_values_that_ranks_must_have():

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 LONG = pytest.mark.timeout(1500)
 # What a contender that can't be built here says.
 WITHOUT_LIGER = {} if importlib.util.find_spec("liger_kernel") else {"hf_liger"}
-FIGURES = {"outcome", "limit", "loss", "logits", "gradients", "worst", "missing", "modules", "seconds"}
+FIGURES = {"outcome", "limit", "loss", "logits", "gradients", "worst", "missing", "modules", "errors", "seconds"}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_nccl_by_two_ranks(run):
 def test_numerics(run, te):
     """Each case comes to its verdict, which can't be good: all is zeros."""
     found = run("numerics_te" if te else "numerics")["found"][numerics.RESULTS]
-    assert list(found) == numerics.cases(te)
+    assert sorted(found) == sorted(numerics.cases(te))
+    # In 8 bits Megatron's layers are their own yardstick, and zeros are as far off as zeros.
     assert {case: one for case, one in found.items() if one["outcome"] != "wrong"} == {}
     assert all(one.keys() == FIGURES and not one["missing"] for one in found.values())
     if te:  # of each family, but for what its kernels don't take
