@@ -19,10 +19,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import HERE, ROOT, on_ghost
 
 from megasched.files import write_whole
@@ -31,7 +33,7 @@ from megasched.files import write_whole
 MOST = 600
 LOG_LINES = 40
 # What a record may say of a step that has come to its end.
-ENDED = ("passed", "failed")
+ENDED, CUT_OFF = ("passed", "failed"), "cut off"
 FOLDER = "FOLDER"  # in a command: the step's own folder
 
 
@@ -137,6 +139,8 @@ class Check:
             environment: variables of a step that needs Transformer Engine (True) and of one that does not.
         """
         self.results, self.commit, self.environment = results, commit, environment
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         results.mkdir(parents=True, exist_ok=True)
 
     def record(self, name: str) -> dict[str, Any]:
@@ -153,6 +157,8 @@ class Check:
         Args:
             again: from its beginning, whatever there is.
         """
+        if self._stopped:
+            return CUT_OFF
         known = self.record(step.name)
         if known.get("status") in ENDED and not again:
             return known["status"]
@@ -171,6 +177,12 @@ class Check:
         self._write(step, outcome)
         return status
 
+    def stop(self) -> None:
+        """Ends what is running, which is cut off then; nothing begins any more."""
+        self._stopped = True
+        for process in list(self._running):
+            end_group(process)
+
     def _write(self, step: Step, outcome: Mapping[str, Any]) -> None:
         told = {"step": step.name, "commit": self.commit, "command": step.command, "limit": step.seconds}
         write_whole(self.results / f"{step.name}.json", [json.dumps({**told, **outcome}, indent=1), "\n"])
@@ -188,23 +200,36 @@ class Check:
                 env={**self.environment[step.te], **({} if step.alone else MODEST)},
                 start_new_session=True,  # all that it starts ends with it
             )
+            self._running.add(process)
+            if self._stopped:  # between the question above and here
+                end_group(process)
             try:
                 code = process.wait(step.seconds)
             except subprocess.TimeoutExpired:
-                return "cut off", None
+                return CUT_OFF, None
             finally:
                 end_group(process)
+                self._running.discard(process)
+        if self._stopped:
+            return CUT_OFF, None
         return ("failed" if code else "passed"), code
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a group, and what is left of the group."""
+    """Ends a process that leads a group, what is left of the group, and its children in groups of their own.
+
+    torchrun gives each rank a group. One that is left goes on with the GPU, beside what is timed next.
+    """
     try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        children = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    process.wait()
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
@@ -255,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     check = Check(options.results, this_commit(), environment)
     print(f"{there['gpus']} GPUs, commit {check.commit}, results in {options.results}", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *received: check.stop())
     told = {}
 
     def run(step: Step) -> None:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import check
@@ -80,6 +81,30 @@ def test_a_step_beyond_its_limit_is_cut_off_with_all_that_it_has_started(made, t
     (tmp_path / "beat").unlink()
     time.sleep(0.6)
     assert not (tmp_path / "beat").exists()
+
+
+def test_what_is_cut_off_ends_with_children_in_groups_of_their_own(made, tmp_path):
+    """As torchrun starts its ranks."""
+    child = f"subprocess.Popen([sys.executable, '-c', {_touches(tmp_path)!r}], start_new_session=True)"
+    one = step("one", f"import subprocess, sys, time; {child}; time.sleep(60)", seconds=5)
+    assert made().run(one) == "cut off"
+    (tmp_path / "beat").unlink()
+    time.sleep(0.6)
+    assert not (tmp_path / "beat").exists()
+
+
+def test_a_check_that_is_stopped_cuts_off_its_steps_and_begins_none(made):
+    one, two = made(), step("two", WRITES)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(one.run, step("one", f"{WRITES}; import time; time.sleep(60)"))
+        while not (one.results / "one" / "out.json").exists():
+            time.sleep(0.05)
+        one.stop()
+        assert running.result(timeout=20) == "cut off"
+    assert one.run(two) == "cut off"
+    assert not (one.results / "two.json").exists()
+    assert made().run(step("one", WRITES)) == "passed"  # where it was
+    assert read(made, "one")["found"] == {"out.json": 77}
 
 
 def _touches(folder):
