@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from megasched.graph import opaque
 from megasched.language.tensor_types import INVARIANT, REPLICATE, TpType
 from megasched.layers.build_context import BuildContext
+from megasched.layers.fused.pairs import by_expert, in_order
 from megasched.layers.linear import make_parameter
 from megasched.layers.wrap import wrap_forward
 
@@ -96,16 +97,13 @@ def _dispatch(
     Returns:
         [t, h], each token the sum of its weighted results.
     """
-    tokens, choices = index.shape
-    chosen = index.flatten()
-    exchange, local = routed(chosen, total, group)
-    order = chosen.argsort(stable=True)[: sum(exchange.sent)]  # ranks hold consecutive experts
-    states = exchange.there(hidden[order // choices])
-    shares = exchange.there(weights.flatten()[order])
+    exchange, local = routed(index.flatten(), total, group)
+    order, sent = by_expert(index, total)[1], sum(exchange.sent)  # ranks hold consecutive experts
+    pairs = in_order(order, index, sent)
+    states = exchange.there(pairs.spread(hidden))
+    shares = exchange.there(weights.flatten().gather(0, order[:sent]))
     results = _compute(experts, states, local, shares)
-    pairs = exchange.back(results)
-    whole = pairs.new_zeros(tokens * choices, hidden.shape[-1]).index_copy(0, order, pairs)
-    return whole.view(tokens, choices, -1).sum(dim=1).to(hidden.dtype)
+    return pairs.collect(exchange.back(results)).to(hidden.dtype)
 
 
 def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:

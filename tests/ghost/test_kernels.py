@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("transformer_engine")
 
 
 @cache
-def _layer(name, shape=SHAPE):
-    """What a layer of a contender costs."""
-    setting = trainer_side.Setting(shape, 1, True, extra=FLAGS)
-    return layer_kernels.count(contenders.all_contenders()[name], setting, te=True)
+def _layer(name, shape=SHAPE, ranks=1, flags=()):
+    """What a layer of a contender costs a rank."""
+    setting = trainer_side.Setting(shape, 1, True, extra=(*FLAGS, *flags))
+    return layer_kernels.count(contenders.all_contenders()[name], setting, te=True, ranks=ranks)
 
 
 def test_the_host_waits_for_nothing_in_megatrons_layers():
@@ -52,10 +52,15 @@ FAMILIES = {
 }
 
 
+EP2 = ("--expert-model-parallel-size", "2", "--global-batch-size", "2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", FAMILIES)
-def test_so_it_does_in_other_families(shape):
-    native, fused = (_layer(name, shape) for name in ("native", "megasched_fused"))
+@pytest.mark.parametrize(
+    ("shape", "ranks", "flags"), [*((shape, 1, ()) for shape in FAMILIES), ("mixtral", 2, EP2)]
+)
+def test_so_it_does_in_other_families(shape, ranks, flags):
+    native, fused = (_layer(name, shape, ranks, flags) for name in ("native", "megasched_fused"))
     launched, kept, moved = FAMILIES[shape]
     for part in PARTS:
         assert fused[part]["kernels"] <= launched * native[part]["kernels"]

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from megasched.layers.fused import experts
+from megasched.layers.fused import experts, pairs
 from tests.lowering.models import randomize, tiny_model
 from tests.lowering.parity import distance
 
@@ -143,7 +143,8 @@ def calls(monkeypatch):
 
         return counted
 
-    monkeypatch.setattr(experts, "one_kernel", one_kernel)
+    for module in (experts, pairs):
+        monkeypatch.setattr(module, "one_kernel", one_kernel)
     return found
 
 
@@ -152,7 +153,12 @@ def test_gate_and_weights_are_one_kernel_and_sums_of_tokens_are_one(calls):
     experts.fuse_experts(module, lambda path: True)
     calls.clear()  # those of the trial
     results(module, *inputs())
-    assert calls == ["_weighted_gate", "_sum_rows", "_sum_rows"]  # the last one is of the tokens' gradient
+    assert calls == [
+        "_small_keys",
+        "_weighted_gate",
+        "_sum_rows",
+        "_sum_rows",
+    ]  # the last one is of the tokens' gradient
 
 
 def test_a_gate_between_biases_is_one_kernel(calls):

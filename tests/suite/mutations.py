@@ -135,9 +135,9 @@ MUTATIONS = {
     ),
     "expert_choice": Mutation(
         "tokens that go to the expert of another choice",
-        "megasched/layers/experts.py",
-        "states = exchange.there(hidden[order // choices])",
-        "states = exchange.there(hidden[order % tokens])",
+        "megasched/layers/fused/pairs.py",
+        "return Pairs(order // like.shape[-1],",
+        "return Pairs(order % like.shape[0],",
         (EXPERTS, "tests/layers/test_experts.py"),
     ),
     "lora_scaling": Mutation(

@@ -19,6 +19,7 @@ from megasched.definition.expert_trials import computes_as
 from megasched.definition.experts import has_form
 from megasched.definition.instances import is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
+from megasched.layers.fused.pairs import by_expert, in_order
 from megasched.layers.wrap import wrap_forward
 
 _GATE = "_apply_gate"
@@ -63,16 +64,15 @@ def grouped_experts(module: Any, hidden: torch.Tensor, index: torch.Tensor, weig
     """
     from transformers.integrations.moe import _grouped_linear as products
 
-    chosen, order = torch.sort(index.flatten(), stable=True)
-    experts = torch.arange(module.num_experts, device=index.device)
+    chosen, order = by_expert(index, module.num_experts)
+    experts = torch.arange(module.num_experts, device=index.device, dtype=chosen.dtype)
     ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)  # of each expert's pairs
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows, places = order // index.shape[-1], places.view_as(index)
+    pairs = in_order(order, index, len(order))
     first = module.gate_up_proj if module.has_gate else module.up_proj
-    states = products(_Spread.apply(hidden, rows, places), first, ends, is_transposed=module.is_transposed)
+    states = products(pairs.spread(hidden), first, ends, is_transposed=module.is_transposed)
     states = weighted_gate(module, states, weights.flatten().gather(0, order))
     results = products(states, module.down_proj, ends, is_transposed=module.is_transposed)
-    return _Collect.apply(results, rows, places).to(hidden.dtype)
+    return pairs.collect(results).to(hidden.dtype)
 
 
 def weighted_gate(module: nn.Module, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -88,38 +88,3 @@ def weighted_gate(module: nn.Module, states: torch.Tensor, weights: torch.Tensor
 def _weighted_gate(module: Any, states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     gated = getattr(module, _GATE)(states) if module.has_gate else module.act_fn(states)
     return (gated * weights[:, None]).to(gated.dtype)
-
-
-def sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Returns the sums [t, h] of the rows of ``x`` [pairs, h] at ``places`` [t, k]."""
-    return one_kernel(_sum_rows)(x, places)
-
-
-def _sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return x[places].sum(dim=1)
-
-
-class _Spread(torch.autograd.Function):
-    """Maps tokens [t, h] to pairs [pairs, h]; ``rows`` [pairs] are the tokens, ``places`` [t, k] the pairs."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, places)
-        return hidden.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Collect.apply(gradient, *ctx.saved_tensors), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """Maps pairs [pairs, h] to the sum of each token's, [t, h]; ``rows`` and ``places`` are as above."""
-
-    @staticmethod
-    def forward(ctx: Any, results: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, places)
-        return sum_rows(results, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Spread.apply(gradient, *ctx.saved_tensors), None, None

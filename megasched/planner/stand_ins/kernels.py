@@ -97,7 +97,7 @@ def weighted_gate(module: Any, states: torch.Tensor, weights: torch.Tensor) -> A
 
 
 def sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Stands in for ``sum_rows`` of megasched/layers/fused/experts.py."""
+    """Stands in for ``sum_rows`` of megasched/layers/fused/pairs.py."""
     return kernel([x, places], ((places.shape[0], x.shape[1]), x.dtype))[0]
 
 
@@ -345,7 +345,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megasched.layers.fused.biased_product:linear": megatrons_linear,
         "megasched.layers.fused.experts:apply_gate": lambda module, gate_up: swiglu(gate_up, None),
         "megasched.layers.fused.experts:weighted_gate": weighted_gate,
-        "megasched.layers.fused.experts:sum_rows": sum_rows,
+        "megasched.layers.fused.pairs:sum_rows": sum_rows,
         "megasched.layers.fused.norms:compiled_norm": compiled_norm,
         "megasched.layers.fused.norms:zero_centered_norm": lambda module, *others: compiled_norm(
             module, others[-1]
