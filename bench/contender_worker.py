@@ -45,7 +45,7 @@ def serve(channel: Connection, builder: str, schedule: str, setting: trainer_sid
         if order == "steps":
             channel.send(_steps(side, data, values[0], before))
         elif order == "kernels":
-            channel.send(kernel_times.measure(side, data))
+            channel.send(_kernels(side, data))
             _release()
         else:
             channel.send(_emulation(side, data) if setting.rehearse else {})
@@ -65,6 +65,14 @@ def _steps(side: trainer_side.Side, data: Any, count: int, before: int) -> dict[
     peak = _peak() - before
     _release()
     return {"seconds": seconds, "peak_bytes": peak}
+
+
+def _kernels(side: trainer_side.Side, data: Any) -> dict[str, Any]:
+    """The kernels of a step; why there are none, where the profiler fails: the times are measured already."""
+    try:
+        return kernel_times.measure(side, data)
+    except RuntimeError as error:
+        return {"why": first_reason(error)}
 
 
 def _emulation(side: trainer_side.Side, data: Any) -> dict[str, Any]:

@@ -74,7 +74,16 @@ def all_contenders() -> dict[str, Contender]:
 class Worker:
     """A contender's process."""
 
-    def __init__(self, name: str, contender: Contender, setting: trainer_side.Setting, folder: Path) -> None:
+    def __init__(
+        self, name: str, contender: Contender, setting: trainer_side.Setting, folder: Path, beside: int = 0
+    ) -> None:
+        """Starts it.
+
+        Args:
+            beside: how many others are built at the same time; on a GPU each takes its share of the host.
+        """
+        share = "" if setting.rehearse else str(max(1, len(os.sched_getaffinity(0)) // (beside + 1)))
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), share) if share else {}
         self.log = folder / f"{name}.log"
         self.channel, theirs = Pipe()
         spec = {**asdict(contender), "setting": asdict(setting)}
@@ -86,7 +95,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **one_rank()},
+                env={**limits, **os.environ, **one_rank()},
             )
         theirs.close()
 
@@ -132,11 +141,8 @@ class Field:
 
     def enter(self, contenders: Mapping[str, Contender]) -> None:
         """Starts those that are not there and can be built: all at once, but for their first steps."""
-        come = {
-            name: Worker(name, contender, self.setting, self.folder)
-            for name, contender in contenders.items()
-            if name not in self.workers and name not in self.left_out
-        }
+        new = [name for name in contenders if name not in self.workers and name not in self.left_out]
+        come = {name: Worker(name, contenders[name], self.setting, self.folder, len(new) - 1) for name in new}
         for name, worker in come.items():
             state, reason = worker.receive()
             if state == "built":
