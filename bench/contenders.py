@@ -82,8 +82,8 @@ class Worker:
         Args:
             beside: how many others are built at the same time; on a GPU each takes its share of the host.
         """
-        share = "" if setting.rehearse else str(max(1, len(os.sched_getaffinity(0)) // (beside + 1)))
-        limits = dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), share) if share else {}
+        share = str(max(1, len(os.sched_getaffinity(0)) // (beside + 1)))
+        limited = () if setting.rehearse else ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
         self.log = folder / f"{name}.log"
         self.channel, theirs = Pipe()
         spec = {**asdict(contender), "setting": asdict(setting)}
@@ -95,7 +95,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env={**limits, **os.environ, **one_rank()},
+                env={**dict.fromkeys(limited, share), **os.environ, **one_rank()},
             )
         theirs.close()
 
@@ -283,6 +283,11 @@ def table(data: Mapping[str, Any]) -> str:
         cells = ["" if one is None else f"{one['median']:.3f}" for one in versus]
         lines.append(f"{name:16} {speed:9.0f} {cells[0]:>10} {cells[1]:>12} {data['peak_bytes'][name] / 1e9:8.2f}")
     lines += [f"{name:16} left out: {reason}" for name, reason in data["left_out"].items()]
+    unseen = {name: one for name, one in data.get("kernels", {}).items() if not one.get("kernels")}
+    lines += [
+        f"{name:16} kernels: {one.get('why', 'torch has seen none in its profile')}"
+        for name, one in unseen.items()
+    ]
     return "\n".join(lines)
 
 

@@ -8,6 +8,19 @@ import tempfile
 from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+# The width and heads of Llama-3.2-1B, with experts.
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
 
 # Name -> fields of the HF config; max_position_embeddings is also the sequence length that is trained.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -125,30 +138,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
-    "mixtral": {  # the width and heads of Llama-3.2-1B, with experts
-        "model_type": "mixtral",
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
-    "mixtral-1b": {  # four of its layers
-        "model_type": "mixtral",
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
+    "mixtral": _MIXTRAL,
+    "mixtral-1b": {**_MIXTRAL, "num_hidden_layers": 4},
     "8b": {  # Llama-3-8B
         "hidden_size": 4096,
         "intermediate_size": 14336,

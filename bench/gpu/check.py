@@ -181,7 +181,7 @@ class Check:
         """Ends what is running, which is cut off then; nothing begins any more."""
         self._stopped = True
         for process in list(self._running):
-            end_group(process)
+            kill_group(process)  # whoever waits for it goes on waiting: this may be a signal in the midst of that
 
     def _write(self, step: Step, outcome: Mapping[str, Any]) -> None:
         told = {"step": step.name, "commit": self.commit, "command": step.command, "limit": step.seconds}
@@ -202,7 +202,7 @@ class Check:
             )
             self._running.add(process)
             if self._stopped:  # between the question above and here
-                end_group(process)
+                kill_group(process)
             try:
                 code = process.wait(step.seconds)
             except subprocess.TimeoutExpired:
@@ -216,7 +216,13 @@ class Check:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that leads a group, what is left of the group, and its children in groups of their own.
+    """Kills as ``kill_group`` does, and waits for the process."""
+    kill_group(process)
+    process.wait()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that leads a group, what is left of the group, and its children in groups of their own.
 
     torchrun gives each rank a group. One that is left goes on with the GPU, beside what is timed next.
     """
@@ -229,7 +235,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             child.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def read_folder(folder: Path) -> dict[str, Any]:

@@ -118,6 +118,17 @@ def test_kernels_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data = contenders.compare(chosen, setting, rounds=1, steps=1, stays="native", kernels=True)
     assert data["kernels"] == {name: {"kernels": [name]} for name in chosen}
     assert sorted(name for name, order in asked if order == "kernels") == sorted(chosen)
+    assert "kernels:" not in contenders.table(data)
+
+
+def test_kernels_that_were_not_seen_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Worker", FakeWorker)
+    chosen = dict.fromkeys(("native", "ours"), contenders.Contender("builder"))
+    data = contenders.compare(chosen, trainer_side.Setting("tiny"), rounds=1, steps=1, kernels=True)
+    data["kernels"] = {"native": {"kernels": []}, "ours": {"why": "no profiler"}}
+    told = contenders.table(data)
+    assert f"{'native':16} kernels: torch has seen none" in told
+    assert f"{'ours':16} kernels: no profiler" in told
 
 
 def _noting(ask: Any, asked: list[Any]) -> Any:

@@ -89,7 +89,7 @@ CONTENDERS = [one.name for one in check.steps() if "contenders.py" in one.comman
 
 @LONG
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_contenders(run, name):
+def test_contenders(run, results, name):
     record = run(name)
     assert record["status"] == "passed", record["log"]
     data = record["found"]["contenders.json"]
@@ -102,6 +102,8 @@ def test_contenders(run, name):
     # All are timed; torch's profiler sees nothing of a ghost GPU.
     assert data["kernels"].keys() == data["tokens_per_second"].keys()
     assert all(len(one["step_milliseconds"]) == 3 for one in data["kernels"].values())
+    said = (results / name / "log").read_text()
+    assert all(f"{each:16} kernels: torch has seen none" in said for each in data["kernels"])
 
 
 @LONG
