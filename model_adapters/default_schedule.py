@@ -29,22 +29,28 @@ def schedule(sch: Schedule, layout: ParallelDims) -> None:
         axis = {"column": output, "row": 1 - output, "vocab": 0, "features": 1}[cut]
         sch[path].shard("weight", axis=axis)
     block, mixture = sch.roles.layer, sch.roles.moe
-    by_megatron = layout.fp8 is not None or layout.tp_comm_overlap
     mixed = isinstance(mixture, MoeSpec)
-    if isinstance(block, LayerSpec) and (by_megatron or (mixed and _takes_layers(block, layout))):
+    because = _by_megatron(layout) or ("its experts" if mixed else "")
+    if isinstance(block, LayerSpec) and because and (_by_megatron(layout) or _takes_layers(block, layout)):
+        out = f".{block.attention.out}"
         for path, role in sch.roles.role.items():
-            if ROLES[role] == "row" and path.endswith(
-                f".{block.attention.out}"
-            ):  # inferred ones have no role of their own
-                sch[path.removesuffix(f".{block.attention.out}")].level("block", required=False)
+            if ROLES[role] == "row" and path.endswith(out):  # inferred ones have no role of their own
+                sch[path.removesuffix(out)].level("block", required=False, because=because)
     elif mixed:
         for path, role in sch.roles.role.items():
             if role == "moe.experts":
-                sch[path.rpartition(".")[0]].level("block", required=False)
+                sch[path.rpartition(".")[0]].level("block", required=False, because=because)
+
+
+def _by_megatron(layout: ParallelDims) -> str:
+    """Returns for what the job needs Megatron's own layers; empty where it does not."""
+    if layout.tp_comm_overlap:
+        return "--tp-comm-overlap"
+    return "" if layout.fp8 is None else "8 bits"
 
 
 def _takes_layers(block: LayerSpec, layout: ParallelDims) -> bool:
-    """Returns whether layers with experts become Megatron's, whose dispatchers launch fewer kernels.
+    """Returns whether layers with experts become Megatron's, with its dispatchers and their flags.
 
     They do not with packed sequences, which Megatron takes as one row, nor with windows under context parallelism,
     which Transformer Engine has only with some flags.

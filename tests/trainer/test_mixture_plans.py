@@ -45,6 +45,25 @@ def test_auto_takes_megatrons_layer_where_it_can_and_its_mixture_elsewhere(tmp_p
     assert set(map(str, plan.declined.values())) == reasons
 
 
+OVERLAPPED = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "because"),
+    [
+        ("mixtral", ParallelDims(), "its experts"),
+        ("mixtral", ParallelDims(packed_sequences=True), "its experts"),  # the mixture alone
+        ("mixtral", ParallelDims(fp8=TENSORWISE), "8 bits"),
+        ("llama", ParallelDims(fp8=TENSORWISE), "8 bits"),
+        ("llama", OVERLAPPED, "--tp-comm-overlap"),
+        ("llama", ParallelDims(), None),
+    ],
+)
+def test_auto_says_for_what_it_takes_megatrons_layers(tmp_path, family, layout, because):
+    plan = plan_of(tmp_path, layout, family=family)
+    assert {record.arguments.get("because") for record in plan.records_of("level")} == {because} - {None}
+
+
 @pytest.mark.parametrize("around", ["model.layers.*.mlp", "model.layers.1.mlp"])
 def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
     plan = plan_of(tmp_path, ParallelDims(), calls(tmp_path, ("model.layers", "fused"), (around, "block")))

@@ -23,6 +23,7 @@ class Level(Primitive):
             keep HF's names at all of them.
         required: where Megatron's layer can't stand for this one, the schedule is refused; otherwise the layer is
             at ``fused`` then, and ``megasched show`` says why. A required call on a module around it counts more.
+        because: why this level was taken, for ``megasched show``.
 
     Example: ``sch["model.layers.0"].level("leaf")``
     """
@@ -32,8 +33,9 @@ class Level(Primitive):
     keeps_product = True
     inside_megatron_module = True
 
-    def record(self, node: Node, name: str, *, required: bool = True) -> Mapping[str, Any]:
-        return {"name": name} if required else {"name": name, "required": False}
+    def record(self, node: Node, name: str, *, required: bool = True, because: str = "") -> Mapping[str, Any]:
+        said = {"required": required, "because": because}
+        return {"name": name} | {key: value for key, value in said.items() if value not in (True, "")}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         name = arguments["name"]
