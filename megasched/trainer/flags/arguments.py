@@ -11,8 +11,6 @@ import argparse
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +19,17 @@ from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trace.run_trace import trace_conflicts
+from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, refusals, start_notes
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.moe import (
     expert_arguments,
     expert_conflicts,
-    is_mixture_flag,
     mixture_flags_asked,
     moe_conflicts,
 )
 from megasched.trainer.flags.position_limit import remedy
-from megasched.trainer.flags.refused_flags import REFUSED, REFUSED_VALUES
+from megasched.trainer.flags.refused_flags import REFUSED
 from megasched.trainer.flags.sft import sft_conflicts
 from megasched.trainer.flags.te import fp8_from_args, te_conflicts
 from megasched.trainer.hang_watch import FLAG as HANG_FLAG
@@ -43,29 +41,6 @@ if TYPE_CHECKING:
 AUTO_SCHEDULE = "auto"
 
 NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
-
-
-@dataclass(frozen=True)
-class GivenFlag:
-    """Describes a flag that stands on the command line.
-
-    Attributes:
-        option: its spelling, e.g. ``--hidden-size``.
-        value: parsed value.
-        default: value that ``args`` holds without it.
-        takes_value: whether a value follows it.
-    """
-
-    option: str
-    value: Any
-    default: Any
-    takes_value: bool = True
-
-    def __str__(self) -> str:
-        value = getattr(self.value, "name", self.value)
-        if isinstance(value, list):
-            value = " ".join(map(str, value))
-        return f"{self.option} {value}" if self.takes_value else self.option
 
 
 # Flag -> how argparse reads it, and what --help says.
@@ -100,7 +75,8 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "--allow-unverified": (
         {"action": "store_true"},
-        "Run an architecture at a layout where no check has shown that it computes what the definition does.",
+        "Run an architecture at a layout where no check has shown that it computes what the definition does, and "
+        "with flags of Megatron that megasched does not know.",
     ),
     "--require-certificate": (
         {"metavar": "FILE"},
@@ -123,6 +99,8 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         "default. The scripts that come with megasched say it themselves.",
     ),
 }
+# Their `args` attributes; Megatron's alone have classes.
+_OWN = frozenset(flag.removeprefix("--").replace("-", "_") for flag in FLAGS)
 
 
 def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -135,30 +113,6 @@ def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.Argumen
         what = "Run Python code that comes with --hf-model."
         group.add_argument("--trust-remote-code", action="store_true", help=what)
     return parser
-
-
-def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, GivenFlag]:
-    """Returns the flags that stand in ``argv``, by their ``args`` attribute.
-
-    The same parser reads ``argv`` again with every default suppressed, so that ``--flag=value``, flags
-    with several values and flags that switch something off count as Megatron itself counts them. The
-    parser has no defaults afterwards.
-    """
-    defaults = {action.dest: parser._defaults.get(action.dest) for action in parser._actions}
-    for action in reversed(parser._actions):  # as `get_default`, which looks through all of them for each
-        if action.default is not None:
-            defaults[action.dest] = action.default
-        action.default = argparse.SUPPRESS
-    parser._defaults.clear()
-    given, _ = parser.parse_known_args(list(argv))
-    spelled = {word.partition("=")[0] for word in argv}
-    flags = {}
-    for dest, value in vars(given).items():
-        actions = [action for action in parser._actions if action.dest == dest]
-        used = next((a for a in actions if spelled.intersection(a.option_strings)), actions[0])
-        option = next((o for o in used.option_strings if o in spelled), used.option_strings[0])
-        flags[dest] = GivenFlag(option, value, defaults[dest], takes_value=used.nargs != 0)
-    return flags
 
 
 def load_hf_config(args: argparse.Namespace) -> PretrainedConfig:
@@ -177,7 +131,7 @@ def _load(hf_model: str, overrides: tuple[str, ...], trust_remote_code: bool) ->
     return load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
 
 
-def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> None:
+def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> list[str]:
     """Sets on ``args`` what Megatron must know of the model; to be called before Megatron validates them.
 
     ``padded_vocab_size`` becomes the HF vocabulary rounded up to a multiple of
@@ -187,6 +141,9 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
     Args:
         args: as Megatron parsed them.
         given: the flags that the user gave (`explicit_flags`).
+
+    Returns:
+        What the start of the run is to say of the flags.
 
     Raises:
         ConfigError: flags that contradict the HF config or can't be honoured under a schedule, a sequence
@@ -212,7 +169,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         )
     problems = [
         _report("Flags that contradict the HF config", _contradictions(tp_facts, given), _CONTRADICTION_REMEDY),
-        _report(_REFUSED_TITLE, _refusals(given)),
+        _report(_REFUSED_TITLE, refusals(_megatrons(given), unknown=not args.allow_unverified)),
         _report("Sizes that do not fit the model", _size_conflicts(args, config, sequence, vocab, tp_facts)),
         _report("Flags of expert parallelism that do not fit", [*expert_conflicts(args), *moe_conflicts(args)]),
         _report("Flags that Transformer Engine can't carry out here", te_conflicts(args)),
@@ -226,6 +183,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> N
         setattr(args, dest, found.value)
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:
         args.vocab_size = vocab.value
+    return start_notes(_megatrons(given), {*tp_facts, "expert_tensor_parallel_size"})
 
 
 _REFUSED_TITLE = "Flags that can't be used under a schedule"
@@ -247,9 +205,14 @@ def refuse_unsupported(argv: Sequence[str]) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    lines = _refusals(explicit_flags(add_megasched_arguments(parser), argv))
+    given = explicit_flags(add_megasched_arguments(parser), argv)
+    lines = refusals(_megatrons(given), unknown="allow_unverified" not in given)
     if lines:
         raise ConfigError(_report(_REFUSED_TITLE, lines))
+
+
+def _megatrons(given: Mapping[str, GivenFlag]) -> dict[str, GivenFlag]:
+    return {dest: flag for dest, flag in given.items() if dest not in _OWN}
 
 
 def _report(title: str, lines: Sequence[str], remedy: str = "") -> str:
@@ -277,18 +240,6 @@ def _contradictions(tp_facts: Mapping[str, SourcedValue], given: Mapping[str, Gi
         implied = dest == "group_query_attention" and "num_query_groups" in given
         if dest in tp_facts and not implied and not _agree(flag.value, tp_facts[dest].value):
             lines.append(f"{flag}, but {tp_facts[dest].source}")
-    return lines
-
-
-def _refusals(given: Mapping[str, GivenFlag]) -> list[str]:
-    lines = []
-    for dest, flag in given.items():
-        if flag.value == flag.default or is_mixture_flag(dest):
-            continue
-        name = str(getattr(flag.value, "name", flag.value))
-        reasons = [reason for pattern, reason in REFUSED.items() if fnmatchcase(dest, pattern)]
-        reasons += [REFUSED_VALUES[dest, name]] if (dest, name) in REFUSED_VALUES else []
-        lines += [f"{flag}: {reason}" for reason in reasons[:1]]
     return lines
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from megasched.definition.experts import find_experts
@@ -36,14 +35,16 @@ NOTHING_ASKED = {
 # These say more of one of those, and nothing by themselves.
 _BESIDE = (
     *("moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_per_layer_logging"),
-    *("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_*"),
+    *("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+    *("moe_hybridep_num_sms_preprocessing", "moe_hybridep_num_blocks_permute"),
+    *("moe_hybridep_num_blocks_unpermute", "moe_hybridep_pad_uneven_dispatch_inputs"),
 )
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def is_mixture_flag(dest: str) -> bool:
     """Returns whether Megatron's own layers honour the flag with this ``args`` attribute."""
-    return dest in NOTHING_ASKED or any(fnmatchcase(dest, pattern) for pattern in _BESIDE)
+    return dest in NOTHING_ASKED or dest in _BESIDE
 
 
 def mixture_flags_asked(args: Namespace) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from megasched.trainer.flags.arguments import (
     add_megasched_arguments,
     apply_derived,
     check_tokenizer,
-    explicit_flags,
 )
+from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, flag_class
+from megasched.trainer.flags.rehearsal import SWITCHES, rehearsal_mode
 
 _PARSE = "megatron.training.arguments:parse_args"
 _VALIDATE = "megatron.training.arguments:parse_and_validate_args"
@@ -32,8 +33,10 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
     @wraps(parse_args)
     def patched(extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False) -> Namespace:
         parsers: list[ArgumentParser] = []
+        of_megatron: set[str] = set()
 
         def provider(parser: ArgumentParser) -> ArgumentParser:
+            of_megatron.update(action.dest for action in parser._actions)
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
             parsers.append(add_megasched_arguments(parser))
@@ -44,7 +47,9 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
         if "model_schedule" in given:
             argv, parsed = tuple(sys.argv[1:]), dict(vars(args))
             if argv not in derived_args:
-                apply_derived(args, given)
+                notes = apply_derived(args, _of_user(given, of_megatron))
+                for line in notes if args.rank == 0 else ():
+                    print(f"megasched: {line}")
                 begin_session(args, given)
                 derived_args[argv] = {
                     n: value for n, value in vars(args).items() if n not in parsed or parsed[n] != value
@@ -53,6 +58,16 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
         return args
 
     return patched
+
+
+def _of_user(given: dict[str, GivenFlag], of_megatron: set[str]) -> dict[str, GivenFlag]:
+    """Returns the flags without those that a rehearsal has added, and those that a script has for itself alone."""
+    added = SWITCHES if rehearsal_mode(sys.argv[1:]) else ()
+    return {
+        dest: flag
+        for dest, flag in given.items()
+        if flag.option not in added and (dest in of_megatron or flag_class(dest))
+    }
 
 
 def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:

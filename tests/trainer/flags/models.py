@@ -9,7 +9,8 @@ import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from megasched.errors import ConfigError
-from megasched.trainer.flags.arguments import add_megasched_arguments, apply_derived, explicit_flags
+from megasched.trainer.flags.arguments import add_megasched_arguments, apply_derived
+from megasched.trainer.flags.flag_classes import explicit_flags
 
 SMALL = {
     "num_hidden_layers": 2,

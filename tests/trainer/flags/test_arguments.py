@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +12,10 @@ from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.trainer.flags import te
 from megasched.trainer.flags.arguments import (
     check_tokenizer,
-    explicit_flags,
     layout_from_args,
     refuse_unsupported,
 )
-from megasched.trainer.flags.refused_flags import REFUSED
+from megasched.trainer.flags.flag_classes import explicit_flags
 from tests.trainer.flags.models import config, derived_args, megatron_parser, refusal
 
 
@@ -202,13 +200,6 @@ def test_8_bits_in_the_layout() -> None:
     assert layout_from_args(args).fp8 == Fp8(
         fp8_recipe="tensorwise", num_layers_at_start_in_bf16=3, num_layers_at_end_in_bf16=1
     )
-
-
-def test_every_refused_name_is_one_of_megatrons() -> None:
-    dests = {action.dest for action in megatron_parser()._actions}
-    unknown = [pattern for pattern in REFUSED if not any(fnmatchcase(dest, pattern) for dest in dests)]
-    # ModelOpt's flag is added by scripts that found ModelOpt.
-    assert unknown == ["modelopt_enabled"]
 
 
 def test_sequence_beyond_the_models_positions(hf_model: str, gpt2_model: str) -> None:
