@@ -180,7 +180,14 @@ MUTATIONS = {
         "megasched/trainer/flags/refused_flags.py",
         '"mtp_*"',
         '"mtp_none"',
-        ("tests/trainer/flags/test_arguments.py", "tests/test_docs.py"),
+        ("tests/trainer/flags/test_flag_classes.py", "tests/test_docs.py"),
+    ),
+    "unknown_flag": Mutation(
+        "a missing refusal: a flag of a Megatron that nobody has looked at",
+        "megasched/trainer/flags/flag_classes.py",
+        "        if unknown and not flag_class(dest):\n",
+        "        if unknown and flag_class(dest) is None:\n",
+        ("tests/trainer/flags/test_flag_classes.py",),
     ),
     "pickle": Mutation(
         "a missing refusal: a pickle that names a function",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,12 @@ def test_values_that_are_refused_are_values_of_their_flags() -> None:
         assert value in {getattr(choice, "name", choice) for choice in choices[dest]}, dest
     optimizers = {value for dest, value in REFUSED_VALUES if dest == "optimizer"}
     assert set(choices["optimizer"]) - optimizers == {"adam", "sgd"}
+
+
+def test_the_counts_in_run_md() -> None:
+    counts = Counter(flag_class(name) for name in megatrons())
+    text = (Path(__file__).parents[3] / "docs" / "run.md").read_text()
+    assert {name: int(count) for name, count in re.findall(r"^\| (\w+) \| (\d+) \|", text, re.MULTILINE)} == counts
 
 
 class Recorded(argparse.Namespace):
