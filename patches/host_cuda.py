@@ -33,7 +33,7 @@ from megasched.attributes import Undo, set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.registry import Patch
-from megasched.versions import MEGATRON, TORCH
+from megasched.versions import TESTED
 
 
 class Surface(NamedTuple):
@@ -224,7 +224,7 @@ def _banner(devices: int) -> str:
 PATCH = Patch(
     name="host_cuda",
     targets=tuple(surface.target for surfaces in SURFACES.values() for surface in surfaces),
-    versions={"torch": TORCH, "megatron-core": MEGATRON},
+    versions={name: TESTED[name] for name in ("torch", "megatron-core")},
     why=(
         "rehearsal without a GPU: Megatron's trainer asserts CUDA (megatron/training/initialize.py:66) and "
         "calls it everywhere; emulated on the CPU, only when asked for"

@@ -8,18 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 from megasched.attributes import Undo, resolve, undo_all
 from megasched.errors import ConfigError
-from megasched.versions import MEGATRON
+from megasched.versions import TESTED, judge
 
 # Package -> files of it, each of which defines PATCH.
 _DECLARED: dict[str, tuple[str, ...]] = {
     "megasched.patches": (
-        *("host_cuda", "wheel_helpers", "adamw_resume", "fp32_resume", "zigzag_positions", "results_queue"),
-        *("float32_parameters", "bucket_padding", "eval_batch"),
+        *("host_cuda", "dataset_helpers", "adamw_resume", "fp32_resume", "zigzag_positions", "results_queue"),
+        *("float32_numbers", "float32_places", "bucket_padding", "eval_batch"),
     )
 }
 
@@ -47,13 +44,13 @@ class Patch:
     targets: tuple[str, ...]
     why: str
     change: Callable[..., Undo | Sequence[Undo]]
-    versions: Mapping[str, str] = field(default_factory=lambda: {"megatron-core": MEGATRON})
+    versions: Mapping[str, str] = field(default_factory=lambda: {"megatron-core": TESTED["megatron-core"]})
     signature: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unneeded: Callable[[], str | None] = _always_needed
 
     @property
     def version_range(self) -> str:
-        """Returns the supported versions as text, e.g. ``megatron-core >=0.19,<0.20``."""
+        """Returns the supported versions as text, e.g. ``megatron-core >=0.19,<0.21``."""
         return "; ".join(f"{package} {versions}" for package, versions in self.versions.items())
 
 
@@ -98,8 +95,8 @@ def apply(name: str, **options: object) -> bool:
         Whether the patch is now in force: False when this installation does not need it.
 
     Raises:
-        ConfigError: unknown name, a package version outside the patch's range, a target that moved or
-            whose parameters changed.
+        ConfigError: unknown name, a package older than the patch's range, a target that moved or whose
+            parameters changed.
     """
     patch = _get(name)
     if name in _undos:
@@ -118,7 +115,7 @@ def check(patch: Patch) -> str | None:
         Why this installation can do without it; None when it needs it.
 
     Raises:
-        ConfigError: a package version outside the patch's range, a target that moved or whose parameters changed.
+        ConfigError: a package older than the patch's range, a target that moved or whose parameters changed.
     """
     _check_versions(patch)
     reason = patch.unneeded()
@@ -164,7 +161,7 @@ def _get(name: str) -> Patch:
 def _check_versions(patch: Patch) -> None:
     for package, versions in patch.versions.items():
         installed = installed_version(package)
-        if not SpecifierSet(versions).contains(Version(installed), prereleases=True):
+        if judge(installed, versions) == "older":  # whether a newer one may run at all is said before any patch
             raise ConfigError(
                 f"patch {patch.name} can't be applied to {package} {installed}; "
                 f"it is known to work with {patch.version_range}"

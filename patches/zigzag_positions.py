@@ -6,7 +6,7 @@ from typing import Any
 
 from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
-from megasched.versions import TRANSFORMERS
+from megasched.versions import TESTED
 
 _TARGET = "transformers.masking_utils:find_packed_sequence_indices"
 
@@ -21,7 +21,7 @@ def _change() -> Undo:
 PATCH = Patch(
     name="zigzag_positions",
     targets=(_TARGET,),
-    versions={"transformers": TRANSFORMERS},
+    versions={"transformers": TESTED["transformers"]},
     why=(
         "transformers/masking_utils.py:750 takes positions that do not count up by one for several sequences "
         "packed into a row, and masks them from each other; a context parallel rank has two pieces of one "

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from importlib.metadata import requires
 
 import pytest
@@ -22,7 +23,7 @@ from megasched.definition.build import (
 )
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
-from megasched.versions import MEGATRON, TRANSFORMERS
+from megasched.versions import TESTED
 
 TINY = {
     "hidden_size": 32,
@@ -280,16 +281,30 @@ def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):
     assert found == (set() if dtype == torch.float32 else wanted)
 
 
-def test_a_transformers_outside_the_supported_range_is_refused_before_anything_is_read(monkeypatch):
+@pytest.fixture
+def transformers_of(monkeypatch):
+    """Another version in the place of the installed one."""
     check_transformers.cache_clear()
-    monkeypatch.setattr(build, "version", lambda name: "4.57.6")
-    with pytest.raises(ConfigError, match=r"transformers 4.57.6 is not supported.*'transformers>=5.17,<5.25'"):
+    yield lambda found: monkeypatch.setattr(build, "version", lambda name: found)
+    check_transformers.cache_clear()
+
+
+def test_an_older_transformers_is_refused_before_anything_is_read(transformers_of):
+    transformers_of("4.57.6")
+    with pytest.raises(ConfigError, match=r"transformers 4.57.6 is older than .*'transformers>=5.17,<5.25'"):
         load_config("nowhere")
-    monkeypatch.undo()
-    check_transformers()
+
+
+def test_a_newer_transformers_is_warned_of_once(transformers_of):
+    transformers_of("5.25.0")
+    with pytest.warns(UserWarning, match=r"transformers 5.25.0 is newer than what megasched was tested with"):
+        check_transformers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_transformers()
 
 
 def test_the_supported_range_is_what_the_package_requires():
     wanted = {r.name: r.specifier for r in map(Requirement, requires("megasched"))}
-    assert wanted["transformers"] == SpecifierSet(TRANSFORMERS)
-    assert wanted["megatron-core"] == SpecifierSet(MEGATRON)
+    assert wanted["transformers"] == SpecifierSet(TESTED["transformers"])
+    assert wanted["megatron-core"] == SpecifierSet(TESTED["megatron-core"])

@@ -55,8 +55,9 @@ def _of_megatron(error: Exception, frames: traceback.StackSummary) -> str:
 
 def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
     path, bundled = entry.find_script(script)
-    entry.check_inputs(script, entry.megasched_flags(flags))
-    entry.arrange_process(path, bundled, "force")
+    own = entry.megasched_flags(flags)
+    entry.check_inputs(script, own)
+    entry.arrange_process(path, bundled, "force", allow_unverified=own.allow_unverified)
     if find_spec("transformer_engine") is None or rehearsal_mode(flags):
         entry.refuse_unsupported(flags)
         fit = rehearsal_flags(flags)

@@ -90,7 +90,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the diagnosis as plain data for JSON."""
-        packages = [{**asdict(package), "ok": package.ok} for package in self.packages]
+        packages = [{**asdict(p), "ok": p.ok, "untested": p.untested} for p in self.packages]
         return {"runnable": self.runnable, **asdict(self), "packages": packages}
 
 
@@ -101,8 +101,8 @@ def diagnose() -> Diagnosis:
         ConfigError: megasched itself is not installed.
     """
     packages = find_packages()
-    problems = [_complaint(package) for package in packages if package.required and not package.ok]
-    warnings = [_complaint(p) for p in packages if not p.required and p.found and not p.ok]
+    problems = [_complaint(p) for p in packages if p.required and not p.ok and not p.untested]
+    warnings = [_complaint(p) for p in packages if p.untested or (not p.required and p.found and not p.ok)]
     found = {package.name: package for package in packages if package.found}
     cuda, devices = "", []
     if "torch" in found:
@@ -126,6 +126,11 @@ def _complaint(package: Package) -> str:
     if package.problem:
         return package.problem
     wanted = f"{package.name}{package.supported}" if package.supported else package.name
+    if package.untested:
+        return (
+            f"{package.name} {package.found} is newer than what megasched was tested with ({package.supported}): "
+            "a run goes on with it by --allow-unverified"
+        )
     remedy = f"install {wanted}" if package.name == "python" else f"pip install '{wanted}'"
     if not package.found:
         return f"{package.name} is not installed: {remedy}"
@@ -173,7 +178,10 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
     for problem in diagnosis.problems:
         console.print(f"[red]problem:[/] {escape(problem)}")
+    untested = [package.name for package in diagnosis.packages if package.untested]
     verdict = "[green]ready[/]" if diagnosis.runnable else "[red]no run can start here[/]"
+    if diagnosis.runnable and untested:
+        verdict = f"[yellow]ready by --allow-unverified[/] ({', '.join(untested)})"
     console.print(f"megasched {diagnosis.version}: {verdict}")
 
 
@@ -194,13 +202,15 @@ def _print_apex(apex: Apex, console: Console) -> None:
 
 
 def _colour(package: Package) -> str:
-    return "red" if package.required else "yellow" if package.found else "default"
+    return "red" if package.required and not package.untested else "yellow" if package.found else "default"
 
 
 def _remark(package: Package) -> str:
     if package.ok:
         return f"[dim]{escape(package.where)}[/]"
     if package.required or package.found:
+        if package.untested:
+            return f"[yellow]newer than tested[/] [dim]{escape(package.where)}[/]"
         return "[red]missing[/]" if not package.found else "[red]not supported[/]"
     return f"[dim]without: {package.cost}[/]"
 

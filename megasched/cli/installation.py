@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
 from megasched.trainer.entry import find_megatron
+from megasched.versions import TESTED, judge
 
 # Optional package -> what a run does without it. Every package of the extras below has its line here.
 COSTS = {
@@ -28,7 +29,7 @@ class Package:
 
     Attributes:
         name: name by which pip knows it; also ``python``.
-        supported: version range, e.g. ``>=0.19,<0.20``; empty where any version will do.
+        supported: version range, e.g. ``>=0.19,<0.21``; empty where any version will do.
         found: installed version; empty where there is none.
         required: whether nothing runs without it.
         cost: what the absence of an optional package costs.
@@ -47,9 +48,13 @@ class Package:
     @property
     def ok(self) -> bool:
         """Returns whether the package is found, in the supported range and without a problem."""
-        if not self.found or self.problem:
-            return False
-        return SpecifierSet(self.supported).contains(self.found, prereleases=True)
+        return bool(self.found) and not self.problem and judge(self.found, self.supported) == "tested"
+
+    @property
+    def untested(self) -> bool:
+        """Returns whether it is newer than the tested ones, so that a run needs ``--allow-unverified``."""
+        door = self.name in TESTED and bool(self.found) and not self.problem
+        return door and judge(self.found, self.supported) == "newer"
 
 
 def find_packages() -> list[Package]:
@@ -84,7 +89,7 @@ def _optional(wanted: list[Requirement]) -> Iterator[Package]:
 
 
 def _package(requirement: Requirement) -> Package:
-    supported = _in_order(requirement.specifier)
+    supported = TESTED.get(requirement.name) or _in_order(requirement.specifier)
     if requirement.name == "megatron-core":
         return _megatron(supported)
     return Package(requirement.name, supported, _installed(requirement.name))

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -13,13 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from packaging.specifiers import SpecifierSet
-
 from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.definition.overrides import with_overrides
 from megasched.errors import ConfigError, MegaschedError
-from megasched.versions import TRANSFORMERS
+from megasched.versions import warning_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +30,14 @@ if TYPE_CHECKING:
 def check_transformers() -> None:
     """Checks the version of transformers: definitions change with releases, and only a known range is tested.
 
+    Of a newer one it warns; whether a run goes on with it is asked before (``--allow-unverified``).
+
     Raises:
-        ConfigError: the installed version is outside the supported range.
+        ConfigError: the installed version is older than the tested ones.
     """
-    found = version("transformers")
-    if not SpecifierSet(TRANSFORMERS).contains(found, prereleases=True):
-        raise ConfigError(
-            f"transformers {found} is not supported, megasched works with {TRANSFORMERS}: "
-            f"pip install 'transformers{TRANSFORMERS}'"
-        )
+    warning = warning_of("transformers", version("transformers"), allow_unverified=True)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
 
 
 LARGE = 2**30  # bytes

@@ -1,4 +1,4 @@
-"""Defines the model builder on Megatron's official extension point, ``GPTModelConfig.builder``."""
+"""Defines the builder that stands for those of Megatron's own models (``seams/model_builder.py``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.base import ModelBuilder, compose_hooks
+from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
@@ -28,7 +29,7 @@ from megasched.trainer.unreached import watch_unreached
 from megasched.trainer.weight_decay import spare, spared_names
 
 
-class ScheduledModelBuilder(GPTModelBuilder):
+class ScheduledModelBuilder(ModelBuilder):
     """Builds ``ScheduledModel`` chunks; the distributed wrapping around them is Megatron's own."""
 
     def build_model(
@@ -84,6 +85,22 @@ class ScheduledModelBuilder(GPTModelBuilder):
         if chunk.shared_copies():
             config.finalize_model_grads_func = finalize_with_shared(pp)
         return chunk
+
+    def build_distributed_models(self, pg_collection: ProcessGroupCollection, **options: Any) -> list[Any]:
+        """Builds this rank's chunks, wrapped for data parallelism as Megatron wraps its own.
+
+        Args:
+            options: the trainer's; each release of Megatron knows further ones.
+        """
+        model = self._model_config
+        chunks = unimodal_build_distributed_models(
+            self.build_model,
+            model.transformer,
+            pg_collection,
+            pre_wrap_hook=compose_hooks(model.pre_wrap_hooks),
+            **options,
+        )
+        return compose_hooks(model.post_wrap_hooks)(chunks)
 
 
 def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:

@@ -1,8 +1,8 @@
 """Runs a Megatron training script, unmodified, under a schedule: ``python -m megasched script.py ...``.
 
-Before the script runs as ``__main__``, the flags are put in Megatron's parser, Megatron's extension point for
-models (``GPTModelConfig.builder``, ``megatron/training/models/gpt.py``) is set to ours, and, in a rehearsal, CUDA
-is emulated. A failure ends with one message and a process that is gone: the launcher then ends the other ranks.
+Before the script runs as ``__main__``, the flags are put in Megatron's parser, the builder of its models is set to
+ours, and, in a rehearsal, CUDA is emulated. A failure ends with one message and a process that is gone: the
+launcher then ends the other ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,9 +35,8 @@ from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import seams
 from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
-from megasched.versions import MEGATRON
+from megasched.versions import TESTED, warning_of
 
-BUILDER = "megasched.trainer.builder.ScheduledModelBuilder"
 TRACEBACK = "MEGASCHED_TRACEBACK"
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -100,14 +101,15 @@ def run_script(script: str, argv: Sequence[str]) -> None:
 
 def _run(script: str, argv: list[str]) -> None:
     path, bundled = find_script(script)
+    own = megasched_flags(argv)
     if not {"-h", "--help"}.intersection(argv):
-        check_inputs(script, megasched_flags(argv))
+        check_inputs(script, own)
     mode = rehearsal_mode(argv)
     flags = rehearsal_flags(argv)
     if mode:
         _say(str(flags))
         without_kernel_packages()
-    arrange_process(path, bundled, mode)
+    arrange_process(path, bundled, mode, allow_unverified=own.allow_unverified)
     if mode:
         refuse_unsupported(argv)
     sys.argv = [str(path), *(flags.argv if mode else argv)]
@@ -190,20 +192,22 @@ def write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")
 
 
-def arrange_process(path: Path, bundled: bool, mode: str) -> None:
+def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: bool) -> None:
     """Prepares this process for a training script that runs under a schedule.
 
     Args:
         path, bundled: the script, as ``find_script`` returns it.
         mode: as ``rehearsal_mode`` returns it.
+        allow_unverified: the flag.
 
     Raises:
-        ConfigError: Megatron is missing or not supported, or what a patch changes is not there.
+        ConfigError: Megatron is missing, a version was not tested, or what a patch changes is not there.
     """
     if not bundled:
         put_first(path.parent)
     megatron = find_megatron()
     _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
+    check_versions(megatron, allow_unverified=allow_unverified)
     with without_collections():
         apply_patches(mode)
         set_builder()
@@ -225,24 +229,38 @@ def find_megatron() -> Megatron:
     """Finds the Megatron that this process will import; nothing of it is imported yet.
 
     Raises:
-        ConfigError: there is none, it is in pieces from two places, or its version is not supported.
+        ConfigError: there is none, or it is in pieces from two places.
     """
-    from packaging.specifiers import SpecifierSet
-
     core, training = _package_folder("megatron.core"), _package_folder("megatron.training")
     if core.parent != training.parent:
         raise ConfigError(
             f"two Megatrons are mixed: megatron.core comes from {core}, megatron.training from {training}. "
             "Use a whole Megatron-LM checkout, or the megatron-core package alone"
         )
-    version = runpy.run_path(str(core / "package_info.py"))["__shortversion__"]
-    if not SpecifierSet(MEGATRON).contains(version, prereleases=True):
-        raise ConfigError(
-            f"megatron-core {version} in {core.parent} is not supported; megasched works with "
-            f"{MEGATRON}. Check out that version of Megatron-LM, or run a script that does not lie "
-            "in this checkout"
-        )
-    return Megatron(core.parent, version)
+    return Megatron(core.parent, runpy.run_path(str(core / "package_info.py"))["__shortversion__"])
+
+
+def check_versions(megatron: Megatron, *, allow_unverified: bool) -> None:
+    """Checks the versions of what a run is made of; says which are newer than the tested ones.
+
+    Raises:
+        ConfigError: one is older than the tested versions, or newer without ``allow_unverified``.
+    """
+    elsewhere = (
+        f"check out that version of Megatron-LM in the place of {megatron.folder.parent}, or run a script that "
+        "does not lie in this checkout"
+    )
+    remedy = "" if megatron.folder.parent.name == "site-packages" else elsewhere
+    found = [
+        warning_of("megatron-core", megatron.version, allow_unverified=allow_unverified, remedy=remedy),
+        *(
+            warning_of(package, metadata.version(package), allow_unverified=allow_unverified)
+            for package in ("torch", "transformers")
+        ),
+    ]
+    for warning in filter(None, found):
+        _say(f"megasched: warning: {warning}")
+        warnings.filterwarnings("ignore", re.escape(warning))  # once is enough, and every rank would
 
 
 def _package_folder(package: str) -> Path:
@@ -255,7 +273,7 @@ def _package_folder(package: str) -> Path:
         places = ", ".join(getattr(parent, "__path__", [])) or "nowhere"
         raise ConfigError(
             f"{package} can't be imported (`megatron` is found in: {places}). Install megatron-core "
-            f"{MEGATRON}, or run the pretrain_gpt.py of a Megatron-LM checkout of that version"
+            f"{TESTED['megatron-core']}, or run the pretrain_gpt.py of a Megatron-LM checkout of that version"
         )
     return Path(next(iter(spec.submodule_search_locations))).resolve()
 
@@ -263,22 +281,21 @@ def _package_folder(package: str) -> Path:
 def apply_patches(mode: str = "") -> None:
     """Applies the patches of this installation; CUDA is emulated first, before Megatron binds functions.
 
+    ``set_builder`` is apart, for who compares with Megatron's own models.
+
     Args:
         mode: as ``rehearsal_mode`` returns it; empty where CUDA is there or emulated already.
     """
     if mode:
         patches.apply("host_cuda", force=mode == "force")
     for patch in seams.available():
-        if patch.name != "host_cuda":
+        if patch.name not in ("host_cuda", "model_builder"):
             patches.apply(patch.name)
 
 
 def set_builder() -> None:
     """Makes Megatron build scheduled models."""
-    from megatron.training.models.gpt import GPTModelConfig
-
-    # A class variable that Megatron reads by name when it builds (`training/models/base.py:84`).
-    GPTModelConfig.builder = BUILDER
+    patches.apply("model_builder")
 
 
 # ---- messages and the end ---------------------------------------------------------------------------

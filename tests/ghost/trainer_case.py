@@ -98,7 +98,7 @@ def run(folder: str, script: str, flags: list[str]) -> None:
     if "--model-schedule" in flags:
         _scheduled(script, flags, facts)
     else:
-        patches.apply("wheel_helpers")  # the wheel has no Makefile, and the trainer would call make
+        patches.apply("dataset_helpers")  # the wheel has no Makefile, and the trainer would call make
         mark_steps(facts)
         sys.argv = [script, *flags]
         runpy.run_path(str(entry.bundled_script(script)), run_name="__main__")

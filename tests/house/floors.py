@@ -137,6 +137,7 @@ LATE: dict[str, str] = {
         "heavy: Megatron's layers, for who asks for level block alone"
     ),
     "megasched/trainer/seams/arguments.py: megasched/trainer/session_from_args.py": _SEAM,
+    "megasched/trainer/seams/model_builder.py: megasched/trainer/builder.py": _SEAM,
     "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/load_check.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,

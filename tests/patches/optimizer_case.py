@@ -7,11 +7,13 @@ import torch
 from megasched.verify.ranks.pool import init_megatron
 
 
-def build(bf16=False, bucket_size=None):
+def build(bf16=False, bucket_size=None, distributed=True, float32=None):
     """DDP-wrapped model and its optimizer, over all ranks of the case as data parallel.
 
     Args:
         bucket_size: elements of a bucket of gradients; one holds all where it is None.
+        distributed: the optimizer is.
+        float32: name of a parameter that stays in float32.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -35,17 +37,25 @@ def build(bf16=False, bucket_size=None):
             super().__init__(config)
             init = torch.nn.init.normal_
             self.up = ColumnParallelLinear(16, 32, config=config, init_method=init)
-            self.down = ColumnParallelLinear(32, 16, config=config, init_method=init)
+            apart = {"skip_bias_add": float32 is not None}
+            self.down = ColumnParallelLinear(32, 16, config=config, init_method=init, **apart)
 
         def forward(self, x):
-            return self.down(torch.tanh(self.up(x)[0]))[0]
+            if float32 is None:
+                return self.down(torch.tanh(self.up(x)[0]))[0]
+            out, bias = self.down(torch.tanh(self.up(x)[0]))
+            return out.float() + bias
 
     torch.manual_seed(3)
     buckets = {"overlap_grad_reduce": bucket_size is not None, "bucket_size": bucket_size}
-    reduction = DistributedDataParallelConfig(use_distributed_optimizer=True, **buckets)
-    ddp = DistributedDataParallel(config, reduction, Model().to(dtype))
+    reduction = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **buckets)
+    model = Model().to(dtype)
+    if float32 is not None:
+        kept = model.get_parameter(float32)
+        kept.data = kept.data.float()
+    ddp = DistributedDataParallel(config, reduction, model)
     settings = OptimizerConfig(
-        optimizer="adam", lr=0.05, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=True
+        optimizer="adam", lr=0.05, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=distributed
     )
     return ddp, get_megatron_optimizer(settings, [ddp])
 

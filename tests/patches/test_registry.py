@@ -76,11 +76,22 @@ def test_a_patch_that_is_not_needed_changes_nothing(plain):
     assert shop.size is size
 
 
-def test_a_version_outside_the_range_is_refused(plain):
-    shop = plain(versions={"pytest": ">=1,<2"})
-    with pytest.raises(ConfigError, match=r"can't be applied to pytest .*known to work with pytest >=1,<2"):
+def test_an_older_version_than_the_range_is_refused(plain):
+    shop = plain(versions={"pytest": ">=99"})
+    with pytest.raises(ConfigError, match=r"can't be applied to pytest .*known to work with pytest >=99"):
         registry.apply("plain")
     assert shop.size is size
+
+
+def test_a_newer_version_is_tried_by_its_targets(plain):
+    """Whether it may run at all was asked before."""
+    shop = plain(versions={"pytest": ">=1,<2"})
+    assert registry.apply("plain") is True
+    assert shop.size(2, 3) == 0
+    registry.undo("plain")
+    shop.size = lambda width: width
+    with pytest.raises(ConfigError, match="has no parameter height any more"):
+        registry.apply("plain")
 
 
 def test_a_missing_package_is_named(plain):

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from transformers import LlamaConfig
 
 from megasched.errors import ConfigError
 from megasched.trainer import entry
+from megasched.versions import TESTED, judge
 
 RUN = "from sys import argv; from megasched.trainer import entry; {}entry.run_script(argv[1], argv[2:])"
 ALL = RUN.format("")
 # A script that does not train needs no Megatron, which each process takes half of its time to import.
-NO_MEGATRON = RUN.format("entry.arrange_process = lambda *given: None; ")
+NO_MEGATRON = RUN.format("entry.arrange_process = lambda *given, **named: None; ")
 
 
 @pytest.fixture
@@ -242,7 +244,7 @@ INSPECT = """
 import json, os, sys
 import neighbour
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.base import ModelConfig
 
 def extra(parser):
     parser.add_argument("--of-the-script", type=int)
@@ -255,7 +257,7 @@ if __name__ == "__main__":
     names = "num_layers hidden_size num_query_groups padded_vocab_size distributed_backend of_the_script"
     print("found", json.dumps({
         "name": __name__, "argv0": sys.argv[0], "path0": sys.path[0], "neighbour": neighbour.__file__,
-        "builder": GPTModelConfig.builder, "cuda": torch.cuda.is_available(), "lr": args.lr,
+        "builder": ModelConfig.get_builder_cls.__module__, "cuda": torch.cuda.is_available(), "lr": args.lr,
         **{name: getattr(args, name) for name in names.split()},
     }))
 """
@@ -284,7 +286,7 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
         "argv0": path,
         "path0": str(tmp_path),
         "neighbour": str(tmp_path / "neighbour.py"),
-        "builder": "megasched.trainer.builder.ScheduledModelBuilder",
+        "builder": "megasched.trainer.seams.model_builder",
         "cuda": True,
         "lr": 0.25,
         "num_layers": 2,
@@ -344,12 +346,53 @@ def test_without_a_checkout_the_installed_one_is_used(tmp_path: Path) -> None:
     assert f"folder={Path(spec.origin).parents[1]!r}" in found_beside(tmp_path).stdout
 
 
-@pytest.mark.parametrize("version", ["0.18.2", "0.20.0"])
-def test_an_unsupported_checkout_is_refused(tmp_path: Path, version: str) -> None:
-    checkout(tmp_path, "core", "training", version=version)
-    done = found_beside(tmp_path)
-    assert f"megatron-core {version} in {tmp_path / 'megatron'} is not supported" in done.stderr
-    assert "megasched works with >=0.19,<0.20" in done.stderr
+def checked(megatron: str, *flags: str) -> None:
+    folder = Path("/checkout/megatron")
+    entry.check_versions(entry.Megatron(folder, megatron), allow_unverified="--allow-unverified" in flags)
+
+
+@pytest.mark.parametrize("version", ["0.19.2", "0.20.0", "0.20.0rc1"])
+def test_tested_versions_pass_in_silence(version: str, capfd: pytest.CaptureFixture[str]) -> None:
+    checked(version)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flags", [(), ("--allow-unverified",)])
+def test_an_older_megatron_is_refused(flags: tuple[str, ...]) -> None:
+    message = r"0.18.2 is older than .*>=0.19,<0.21\): check out that version .* /checkout, or .*checkout$"
+    with pytest.raises(ConfigError, match=message):
+        checked("0.18.2", *flags)
+
+
+def test_a_newer_megatron_has_a_door(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"0.21.0 is newer than .*, or go on with it by --allow-unverified"):
+        checked("0.21.0")
+    checked("0.21.0", "--allow-unverified")
+    assert "warning: megatron-core 0.21.0 is newer than what megasched was tested" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("package", "newer"), [("torch", "2.14.1"), ("transformers", "5.25.0")])
+def test_so_have_other_packages(package: str, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = entry.metadata.version
+    monkeypatch.setattr(entry.metadata, "version", lambda name: newer if name == package else real(name))
+    message = rf"{package} {newer} is newer .*pip install '{package}>=.*--allow-unverified"
+    with pytest.raises(ConfigError, match=message):
+        checked("0.19.2")
+    with warnings.catch_warnings():
+        checked("0.19.2", "--allow-unverified")
+        warnings.simplefilter("error", UserWarning)
+        checked("0.19.2", "--allow-unverified")
+
+
+def test_a_build_of_ones_own_counts_as_its_release() -> None:
+    tested = TESTED["torch"]
+    assert judge("2.11.0a0+0123456.nv26.03", tested) == "tested"
+    assert [judge(found, tested) for found in ("2.10.1", "2.11.0", "2.13.2+cu130", "2.14.0.dev20261101")] == [
+        "older",
+        "tested",
+        "tested",
+        "newer",
+    ]
 
 
 def test_half_a_checkout_is_refused(tmp_path: Path) -> None:

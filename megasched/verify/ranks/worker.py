@@ -27,7 +27,7 @@ from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.verify.ranks.pool import rebuild_tensor
 
 # What the pool applies in every rank; what a case adds is taken back after it.
-PATCHES = ("wheel_helpers", "adamw_resume", "fp32_resume", "results_queue")
+PATCHES = ("dataset_helpers", "adamw_resume", "fp32_resume", "results_queue")
 # What a run of the trainer imports, and much of it late: two seconds of each rank if it did that itself.
 IMPORTS = (
     "megasched.analysis.roles.infer",
@@ -45,7 +45,7 @@ IMPORTS = (
     "megasched.weights.hf.folder",
     "megasched.weights.progress",
     "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text.models",
+    "megatron.core.tokenizers.text",
     "megatron.training.training",
     "transformers.generation.utils",
     "transformers.modeling_utils",
