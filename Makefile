@@ -20,9 +20,13 @@ JOBS := 2
 PROCESSES := -n $(if $(filter 1,$(JOBS)),1,$(shell expr $(JOBS) + 1))
 # Without compiled files every process that a test starts would compile megasched anew.
 unexport PYTHONDONTWRITEBYTECODE
-FAST := $(PROCESSES) -m "not slow and not browser"
+FAST := $(PROCESSES) -m "not slow and not browser and not checkout"
 
-.PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all durations browser-test matrix lint stubs format clean
+# What asks Megatron something of its own, beside tests/megatron: names, patches, flags, layers, resuming.
+UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_levels.py tests/parity/test_mixture_blocks.py \
+	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py
+
+.PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -66,7 +70,12 @@ test: lint $(GHOST) ## what CI runs: lint, and the tests that are not marked slo
 	$(RUN) -m pytest $(FAST) $(ARGS)
 
 test-all: lint $(GHOST) ## every test but the browser's: before a release, with `make matrix`
-	$(RUN) -m pytest $(PROCESSES) -m "not browser" $(ARGS)
+	$(RUN) -m pytest $(PROCESSES) -m "not browser and not checkout" $(ARGS)
+
+test-megatron: $(STAMP) ## whether a Megatron-LM checkout does what the installed one does (CHECKOUT=DIR)
+	@test -d "$(CHECKOUT)/megatron/core" || { echo "make test-megatron CHECKOUT=DIR: no Megatron-LM in '$(CHECKOUT)'" >&2; exit 1; }
+	MEGATRON_CHECKOUT=$(abspath $(CHECKOUT)) $(RUN) -m pytest $(PROCESSES) -m checkout tests/megatron $(ARGS)
+	PYTHONPATH=$(abspath $(CHECKOUT)) $(RUN) -m pytest $(PROCESSES) -m "not slow" $(UNDER_CHECKOUT) $(ARGS)
 
 durations: $(GHOST) ## the tests of `make test`, and write what they take to tests/suite/durations.json
 	$(RUN) -m pytest $(FAST) --record-durations $(ARGS)

@@ -1,8 +1,8 @@
 """Trains a GPT for people who have the megatron-core wheel and no Megatron-LM checkout.
 
 This entry script takes the flags of Megatron-LM's own pretrain_gpt.py and holds only the trainer's side: data,
-forward step, loss. The model comes from Megatron's extension point (``GPTModelConfig.builder``), which megasched
-sets; without megasched, the script trains Megatron's own GPT.
+forward step, loss. The model is the one that megasched's builder makes; without megasched, the script trains
+Megatron's own GPT.
 
     torchrun ... -m megasched pretrain_gpt.py --model-schedule mysched.py --hf-model DIR <Megatron's flags>
 """

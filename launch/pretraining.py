@@ -18,7 +18,7 @@ from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import broadcast_data
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -129,7 +129,7 @@ def train(objective: Objective, provider: Provider, **defaults: str) -> None:
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args()
     run(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, hybrid_config_from_args(args)),
         datasets,
         ModelType.encoder_or_decoder,
         partial(forward_step, objective=objective),

@@ -1,7 +1,12 @@
 """Validation in micro-batches of another size than in training, where ranks send batches to each other."""
 
+from unittest import mock
+
 import pytest
 
+from megasched.patches import undo
+from megasched.trainer import entry
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from tests import tiny
 
@@ -36,3 +41,20 @@ def test_validation_loss_does_not_depend_on_the_micro_batch(ranks, tmp_path, siz
     assert len(expected) >= 1
     for of_rank in found:
         assert of_rank == pytest.approx(expected, rel=1e-6)
+
+
+def validate_unpatched(model, flags):
+    apply_all = entry.apply_patches
+
+    def apply_others():
+        apply_all()
+        undo("eval_batch")
+
+    with mock.patch.object(entry, "apply_patches", apply_others):
+        return validate(model, flags)
+
+
+def test_the_fault_is_still_there_without_the_patch(ranks, tmp_path):
+    model = tiny.save("llama", tmp_path / "llama")
+    with pytest.raises(RankError, match=r"\[4, 16\]|size|shape|Connection|Message"):
+        ranks.run(2, validate_unpatched, model, [*TP2.split(), *VALIDATION.split(), "4"])

@@ -9,6 +9,7 @@ from megasched.attributes import set_attribute
 from megasched.errors import ConfigError
 from megasched.patches import apply, float32_numbers, registry, undo
 from megasched.verify.ranks.pool import init_megatron
+from tests.patches.mended import fault_is_there
 from tests.patches.optimizer_case import build, checkpoint, inner, train, weights
 
 FORMS = {"float32_numbers": False, "float32_places": True}  # patch -> whether the optimizer is distributed
@@ -57,27 +58,27 @@ def resumed_unpatched(name, folder):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_fault_is_still_there_without_the_patch(ranks, tmp_path, name):
-    assert ranks.run(1, resumed_unpatched, name, str(tmp_path / "checkpoint")) == [True]
+    assert ranks.run(1, resumed_unpatched, name, str(tmp_path / "checkpoint")) == [fault_is_there(name)]
 
 
-def test_it_steps_aside_where_megatron_numbers_all(monkeypatch):
+def test_it_steps_aside_where_megatron_numbers_all():
     """As core 0.20 does: the state of each number is that of the inner optimizer's parameter."""
+    registry.undo("float32_numbers")
+    assert (float32_numbers._unneeded() is None) is fault_is_there("float32_numbers")
+    unpatched = registry.resolve(float32_numbers._SHARDED)
 
     def mended(self, model, is_loading=False, metadata=None):
         with float32_numbers._float32_is_its_own_main(self):
             return unpatched(self, model)
 
-    registry.undo("float32_numbers")
-    unpatched = registry.resolve(float32_numbers._SHARDED)
-    monkeypatch.setattr(registry, "_undos", {})
     undo_it = set_attribute(float32_numbers._SHARDED, mended)
     try:
-        assert "numbers the parameters in float32" in registry.check(registry._get("float32_numbers"))
+        assert "numbers the parameters in float32" in float32_numbers._unneeded()
     finally:
         undo_it()
 
 
-def test_an_optimizer_of_another_form_is_named(monkeypatch):
+def test_an_optimizer_of_another_form_is_named():
     undo_it = set_attribute(float32_numbers._SHARDED, lambda self, model: self.something_new)
     try:
         with pytest.raises(ConfigError, match=r"can't tell whether .*something_new.*Versions known to work"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.registry import Patch
 from megasched.trainer import seams
+from tests.patches.mended import MENDED_IN
 
 
 def size(width, height):
@@ -134,3 +136,27 @@ def test_listing_them_is_light():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+# Patch of a fault -> the file of tests in which it is shown without the patch, and the test.
+SHOWN = {
+    "adamw_resume": ("test_adamw_resume", "test_each_parameter_counts_its_own_steps"),
+    "float32_numbers": ("test_float32", ""),
+    "float32_places": ("test_float32", ""),
+    "results_queue": ("test_results_queue", "test_it_ends_with_its_rank_and_would_not_without_the_patch"),
+}
+EMULATION = {"host_cuda"}  # no fault
+STILL_THERE = "test_the_fault_is_still_there_without_the_patch"
+
+
+def test_every_fault_is_shown_by_a_test_and_written_down():
+    folder = Path(__file__).parent
+    written = (folder.parents[1] / "docs" / "upstream.md").read_text()
+    for name in set(registry._DECLARED["megasched.patches"]) - EMULATION:
+        file, test = SHOWN.get(name, (f"test_{name}", ""))
+        assert f"def {test or STILL_THERE}(" in (folder / f"{file}.py").read_text(), name
+        assert f"`{name}` | there" in written, name
+        assert f"tests/patches/{file}.py" in written, name
+        assert ("| mended |" in next(line for line in written.splitlines() if f"`{name}`" in line)) is (
+            name in MENDED_IN
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.suite.durations import SLURM, TOTAL, Durations, Entry, budget_of, read_record
 
 TESTS = Path(__file__).parents[1]
-LEFT_OUT = re.compile(r"^pytestmark = pytest\.mark\.(slow|browser)\b", re.MULTILINE)
+LEFT_OUT = re.compile(r"^pytestmark = pytest\.mark\.(slow|browser|checkout)\b", re.MULTILINE)
 
 
 def test_the_record_is_of_the_files_that_there_are():
