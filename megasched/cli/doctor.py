@@ -18,6 +18,7 @@ from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
+from megasched.trainer.flags.flag_classes import unknown_flags
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
@@ -71,6 +72,8 @@ class Diagnosis:
         cuda: version of CUDA for which torch was built; empty for a CPU build.
         devices: CUDA devices of this machine.
         patches: all patches.
+        unknown_flags: ``args`` attributes of this Megatron's flags of which no table says what becomes of them; a
+            run refuses them.
         problems: why no run can start; empty where one can.
         warnings: what is wrong, though a run can start.
     """
@@ -81,6 +84,7 @@ class Diagnosis:
     cuda: str
     devices: list[Device]
     patches: list[PatchReport]
+    unknown_flags: list[str]
     problems: list[str]
     warnings: list[str]
 
@@ -116,10 +120,15 @@ def diagnose() -> Diagnosis:
     patches = [_patch(patch) for patch in seams.available()]
     if not problems:  # a patch does not fit a missing or wrong package, which is said already
         problems += [f"patch {patch.name}: {patch.reason}" for patch in patches if patch.applied == "refused"]
+    unknown = [] if problems else unknown_flags()
+    if unknown:
+        warnings.append(
+            f"flags of this Megatron that a run refuses, as they are not known here: {', '.join(unknown)}"
+        )
     apex = find_apex()
     if apex.problem:
         warnings.append(f"apex in {apex.folder}: {apex.problem}. Remedy: {apex.remedy}")
-    return Diagnosis(__version__, packages, apex, cuda, devices, patches, problems, warnings)
+    return Diagnosis(__version__, packages, apex, cuda, devices, patches, unknown, problems, warnings)
 
 
 def _complaint(package: Package) -> str:

@@ -72,6 +72,27 @@ def test_a_version_out_of_range(monkeypatch):
     assert "not supported" in printed(diagnosis)
 
 
+@pytest.mark.parametrize("package", ["megatron-core", "torch", "transformers"])
+def test_a_newer_version_than_tested_is_a_door(monkeypatch, package):
+    diagnosis = with_package(monkeypatch, name=package, found="99.1")
+    assert diagnosis.runnable
+    (warning,) = (line for line in diagnosis.warnings if "99.1" in line)
+    assert warning.startswith(f"{package} 99.1 is newer than what megasched was tested with (>=")
+    found = {each["name"]: each for each in diagnosis.to_dict()["packages"]}[package]
+    assert (found["ok"], found["untested"]) == (False, True)
+    assert "newer than tested" in printed(diagnosis)
+    assert f"ready by --allow-unverified ({package})" in printed(diagnosis)
+
+
+def test_flags_that_no_table_has_are_named(monkeypatch, diagnosis):
+    assert diagnosis.unknown_flags == []
+    monkeypatch.setattr(doctor, "unknown_flags", lambda: ["brand_new"])
+    changed = doctor.diagnose()
+    assert changed.unknown_flags == ["brand_new"]
+    assert changed.runnable
+    assert "flags of this Megatron that a run refuses, as they are not known here: brand_new" in changed.warnings
+
+
 def test_something_required_is_missing(monkeypatch):
     diagnosis = with_package(monkeypatch, name="safetensors", found="")
     assert diagnosis.problems == ["safetensors is not installed: pip install 'safetensors'"]

@@ -122,6 +122,14 @@ def start_notes(given: Mapping[str, GivenFlag], in_model: Container[str]) -> lis
     return notes
 
 
+def unknown_flags() -> list[str]:
+    """Returns the ``args`` attributes of the installed Megatron's flags that are in no class."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    return sorted({action.dest for action in parser._actions if not flag_class(action.dest)})
+
+
 def _asked(given: Mapping[str, GivenFlag]) -> dict[str, GivenFlag]:
     return {dest: flag for dest, flag in given.items() if flag.value != flag.default}
 
