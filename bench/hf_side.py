@@ -14,9 +14,10 @@ from unittest import mock
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.training.models.gpt import GPTModelBuilder
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+
+from megasched.trainer.builder import ScheduledModelBuilder
 
 
 class HFChunk(MegatronModule):
@@ -54,7 +55,7 @@ class HFChunk(MegatronModule):
         return self
 
 
-class HFModelBuilder(GPTModelBuilder):
+class HFModelBuilder(ScheduledModelBuilder):
     """Eager."""
 
     attention: ClassVar[str] = "sdpa"
