@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from megasched.patches import registry
 from megasched.trainer import seams
 from megasched.verify.trainer_run import RUN_FLAGS, gather, losses, train
 from tests import tiny
-from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses, one_rank
+from tests.families.corpus import MASKED, write_tokenizer
+from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses
 
 pytestmark = pytest.mark.checkout
 
@@ -47,7 +49,7 @@ def test_three_steps_are_those_of_the_wheel_and_of_hf(ranks, ranks_of_checkout, 
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
     if layout == "dp2-tp2-overlap":  # a rank has its part of the summed gradients alone
-        assert_same_losses(other, one_rank(ranks, folder))
+        assert_same_losses(other, ranks.run(1, train, folder, [], iterations=3))
     elif "--bf16" not in flags:
         assert_first_step_equals_hf(ranks, folder, other, tp, random_init=True)
 
@@ -70,6 +72,27 @@ def test_checkpoints_go_both_ways_at_another_layout(ranks, ranks_of_checkout, tm
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_tokenizer_that_megatron_writes_into_a_checkpoint_hides_nothing_of_it(
+    ranks, ranks_of_checkout, tmp_path
+):
+    """Main writes it when the checkpoint has its name and the tracker its number: a kill between loses nothing."""
+    size = write_tokenizer(tmp_path / "model", MASKED)
+    folder = tiny.save("llama", tmp_path / "model", vocab_size=max(size, 90))
+    flags = [*SAVE, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    flags += ["--override-opt-param-scheduler"]
+    saving = [*flags, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
+    written = ranks_of_checkout.run(1, train, folder, saving, iterations=STOP)
+    checkpoint = tmp_path / "ckpt" / f"iter_{STOP:07d}"
+    assert (checkpoint / "tokenizer" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()) == [checkpoint.name]
+    shutil.rmtree(checkpoint / "tokenizer")  # as a kill leaves it
+    loading = [*flags, "--load", str(tmp_path / "ckpt")]
+    whole = ranks.run(1, train, folder, flags, iterations=END)
+    for each in (ranks, ranks_of_checkout):
+        assert losses(each.run(1, train, folder, loading, iterations=END)) == losses(whole)[STOP:]
+    assert losses(written) == losses(whole)[:STOP]
 
 
 def printed(script, hf_model, cache, environment):
@@ -97,10 +120,11 @@ def test_both_scripts_run_unmodified_by_one_command(checkout, tmp_path):
 
 
 def checked():
-    """What this Megatron does without, by patch; a target that moved is an error here."""
-    return {
-        patch.name: registry.check(patch) for patch in seams.available() if patch.name not in registry.active()
-    }
+    """Where this Megatron is, and what it does without, by patch; a target that moved is an error here."""
+    import megatron.core
+
+    others = [patch for patch in seams.available() if patch.name not in registry.active()]
+    return megatron.core.__file__, {patch.name: registry.check(patch) for patch in others}
 
 
 def test_every_patch_fits(checkout, ranks_of_checkout):

@@ -47,7 +47,7 @@ def watched_backward(
     def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
         """Watches a class that code made while it ran, then applies it."""
         _watch(function, seen, called)
-        return apply.__func__(function, *args, **kwargs)
+        return apply.__get__(None, function)(*args, **kwargs)  # a classmethod, from torch 2.14 on one of C
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     hooks = {name: getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
