@@ -69,13 +69,14 @@ class Conversions:
     """
 
     def __init__(self, definition: PreTrainedModel) -> None:
+        from transformers import WeightConverter
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+        from transformers.core_model_loading import PrefixChange
 
         self._definition = definition
         self._known = definition.state_dict()
         rules = get_model_conversion_mapping(definition)
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         # What save_pretrained reverts for a model that was not loaded (revert_weight_conversion): not the
         # renamings of names that are no longer written, nor a prefix that files may or may not have.
@@ -120,11 +121,11 @@ class Conversions:
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
         """Returns definition names in groups that ``original`` converts together, in the order of first names."""
-        from transformers.core_model_loading import apply_converters
+        from transformers.core_model_loading import rename_source_key
 
         found: dict[str, list[str]] = {}
         for name in names:
-            renamed, pattern = apply_converters(name, self._backwards)
+            renamed, pattern = rename_source_key(name, [], self._backwards)
             # Names that no rule is about stand for themselves.
             found.setdefault(f"{pattern} {renamed}" if pattern else name, []).append(name)
         return list(found.values())
