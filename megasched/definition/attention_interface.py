@@ -25,20 +25,20 @@ HARMLESS = frozenset(
 
 def register(function: Callable[..., Any]) -> None:
     """Registers a function as an attention implementation of transformers, with HF's masks for SDPA or eager."""
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in NAMES:
         AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(NAME, of_queries(sdpa_mask))
-    AttentionMaskInterface.register(EAGER_MASK, of_queries(eager_mask))
+    masks = AttentionMaskInterface()
+    AttentionMaskInterface.register(NAME, of_queries(masks["sdpa"], skips=True))
+    AttentionMaskInterface.register(EAGER_MASK, of_queries(masks["eager"]))
 
 
 def registered() -> Callable[..., Any]:
     """Returns the registered function of a run, or one that raises an error if there is none."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
 
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(NAME, _missing)
+    function: Callable[..., Any] = AttentionInterface().get(NAME, _missing)
     return function
 
 
@@ -49,7 +49,7 @@ def _missing(*args: Any, **kwargs: Any) -> NoReturn:
 @contextmanager
 def use_attention(function: Callable[..., Any]) -> Iterator[None]:
     """Runs its body with another attention function, for the duration of a trial."""
-    from transformers.modeling_utils import AttentionInterface
+    from transformers import AttentionInterface
 
     before = registered()
     for name in NAMES:

@@ -237,10 +237,11 @@ def _follow_dtype(model: nn.Module) -> frozenset[str]:
         and module.get_buffer(own).dtype == torch.float32
         and not own.endswith("inv_freq")
     ]
-    if not asked or not hasattr(model, "_from_config"):
+    make = getattr(type(model), "_from_config", None)
+    if not asked or make is None:
         return frozenset()
     with torch.random.fork_rng(devices=[]), init_empty_weights():
-        other = cast(Any, type(model))._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+        other = make(copy.deepcopy(model.config), dtype=torch.bfloat16)
     made = dict(other.named_buffers())
     return frozenset(name for name in asked if name in made and made[name].dtype == torch.bfloat16)
 

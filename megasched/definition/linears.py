@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
-from megasched.language.lora import CONV1D
+from megasched.language.lora import is_conv1d
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 _INPUTS, _OUTPUTS = 7, 5
 _TRIED: dict[Any, bool] = {}
 _PLAIN = (type(None), bool, int, float, str)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Returns whether a module is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
-    return (type(module).__module__, type(module).__name__) == CONV1D
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

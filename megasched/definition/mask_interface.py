@@ -89,11 +89,15 @@ def _apart(mask_function: Callable[..., Any], numbers: torch.Tensor) -> Callable
     return of_sequence
 
 
-def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
+def of_queries(make: Callable[..., Mask], *, skips: bool = False) -> Callable[..., Mask]:
     """Returns a function of HF's mask interface that also works on parts of sequences and on packed sequences.
 
     It makes masks [b, 1, s / cp, s] inside ``context_masks``, and block-diagonal ones [b, 1, s, s] inside
     ``packed_masks``.
+
+    Args:
+        make: HF's function.
+        skips: it may make none for plain causal attention, as HF's for SDPA does.
     """
 
     def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any) -> Mask:
@@ -106,8 +110,8 @@ def of_queries(make: Callable[..., Mask]) -> Callable[..., Mask]:
             return _of_causality(made, mask_function, options)
         zigzag, gather, watch = context
         length, window, padding = q_length * zigzag.size, options.get("local_size"), options.get("attention_mask")
-        skips = make.__name__ == "sdpa_mask" and options.get("allow_is_causal_skip", True) and padding is None
-        if skips and (window is None or length < window):
+        may_skip = skips and options.get("allow_is_causal_skip", True) and padding is None
+        if may_skip and (window is None or length < window):
             return None  # plain causal attention
         if padding is not None:  # of this rank's own tokens
             options["attention_mask"] = gather(padding.to(torch.uint8), ShardDim(1)).bool()
@@ -140,11 +144,11 @@ def context_masks(
         gather: makes a tensor whole that is split along the sequence: the definition's own padding mask.
         watch: is given HF's function of indices and the function that builds the mask, and returns the mask.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers import AttentionMaskInterface
 
-    kept = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")}
+    kept = {name: AttentionMaskInterface()[name] for name in ("sdpa", "eager")}
     for name, make in kept.items():
-        AttentionMaskInterface.register(name, of_queries(make))
+        AttentionMaskInterface.register(name, of_queries(make, skips=name == "sdpa"))
     _active.append(_Context(zigzag, gather, watch))
     try:
         yield

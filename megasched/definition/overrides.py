@@ -171,7 +171,7 @@ def _completed(old: Any, override: Override) -> Any:
 
 
 def _rope_fields() -> set[str]:
-    from transformers.modeling_rope_utils import RopeParameters
+    from transformers import RopeParameters
 
     return set(RopeParameters.__annotations__)
 

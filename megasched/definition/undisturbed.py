@@ -35,10 +35,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def owners_of(model: nn.Module) -> list[Any]:
     """Returns the Python modules in which a model's classes are defined, and the classes in them."""
+    from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+
     kinds = {kind for module in {type(m) for m in model.modules()} for kind in module.__mro__}
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN}
     # Code that comes with a model is a package of its own.
-    packages = tuple(f"{name.rpartition('.')[0]}." for name in names if name.startswith("transformers_modules."))
+    top = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."
+    packages = tuple(f"{name.rpartition('.')[0]}." for name in names if name.startswith(top))
     names |= {name for name in sys.modules if packages and name.startswith(packages)}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     written = {v for m in modules for v in vars(m).values() if isinstance(v, type) and v.__module__ in names}

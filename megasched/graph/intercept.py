@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.definition.linears import is_conv1d
 from megasched.graph import opaque
+from megasched.language.lora import is_conv1d
 
 Hook = Callable[..., Any]
 
@@ -186,11 +185,8 @@ def _opaque_attention(paths: Mapping[int, str]) -> Iterator[None]:
     Its kernel is chosen when the model is built: it may be Transformer Engine's, draw its own random numbers or be
     recomputed.
     """
-    loaded = sys.modules.get("transformers.modeling_utils")
-    if loaded is None:
-        yield
-        return
-    interface = loaded.AttentionInterface
+    from transformers import AttentionInterface as interface
+
     found = interface.get_interface
 
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 # Children of an adapted linear, by PEFT's names.
 A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
-# Module and name of HF's linear that keeps its weight as [in, out].
-CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,13 @@ def takes_adapter(module: nn.Module) -> bool:
     """Returns whether a module is a linear that an adapter can be added to: torch's, or HF's ``Conv1D``."""
     from torch import nn
 
-    return isinstance(module, nn.Linear) or (type(module).__module__, type(module).__name__) == CONV1D
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Returns whether a module is HF's ``Conv1D``, a linear that keeps its weight as [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def adapted(records: Iterable[Record]) -> dict[str, Mapping[str, Any]]:

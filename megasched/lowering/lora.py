@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.definition.linears import is_conv1d, output_axis
+from megasched.definition.linears import output_axis
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import DROPOUT, A, B, Lora, takes_adapter
+from megasched.language.lora import DROPOUT, A, B, Lora, is_conv1d, takes_adapter
 from megasched.language.records import Record
 from megasched.language.schedule import Schedule
 from megasched.weights.lora import initial_value

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from megasched.definition.linears import is_conv1d
 from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
-from megasched.language.lora import A, B, Lora, adapted, adapter_names
+from megasched.language.lora import A, B, Lora, adapted, adapter_names, is_conv1d
 from megasched.language.schedule import Schedule
 from megasched.plan.placement import Placement
 from megasched.weights.lazy import Box, Composed, LazyTensor, whole

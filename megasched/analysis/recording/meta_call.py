@@ -280,15 +280,15 @@ def loss_function_of(model: Any, function: Callable[..., torch.Tensor]) -> Itera
     if not can_set_loss(model):
         yield
         return
-    held, names = vars(model), ("loss_function", "_loss_function")  # a property of transformers keeps the second
-    before = {name: held[name] for name in names if name in held}
+    held, before = vars(model), dict(vars(model))
     model.loss_function = function
+    names = [name for name in held if held[name] is not before.get(name, held)]  # a property keeps it by its name
     try:
         yield
     finally:
         for name in names:
             held.pop(name, None)
-        held.update(before)
+        held.update({name: before[name] for name in names if name in before})
 
 
 def sum_of_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ def small_config(model_type: str) -> Any:
     Raises:
         ConfigError: the installed transformers does not know the type.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"the installed transformers has no model type {model_type!r}")
@@ -59,9 +59,9 @@ def small_copy(config: Any, layers: int = LAYERS) -> Any:
     if layers != LAYERS:
         deepen(small, layers)
     # Where transformers finds the classes of a model that brings its own code.
-    vars(small).update(
-        {name: vars(config)[name] for name in ("auto_map", "_name_or_path") if name in vars(config)}
-    )
+    small.name_or_path = config.name_or_path or ""
+    if "auto_map" in vars(config):
+        small.auto_map = config.auto_map
     return small
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass
@@ -43,13 +44,12 @@ class Job:
 def load_model(job: Job, folder: Path) -> Any:
     """Loads a model as a user of transformers does, in training mode."""
     dtype = torch.bfloat16 if job.rounded else torch.float32
-    options = {"dtype": dtype, "trust_remote_code": job.trust_remote_code}
-    config = transformers.AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    config = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
     asked = getattr(config, "_attn_implementation", None)
     if asked not in (None, "eager", "sdpa"):  # a kernel for GPUs: the class's own choice
         config._attn_implementation = None
-    auto = transformers.AutoModelForCausalLM
-    model, info = auto.from_pretrained(job.model, config=config, output_loading_info=True, **options)
+    options = {"config": config, "dtype": dtype, "trust_remote_code": job.trust_remote_code}
+    model, info = AutoModelForCausalLM.from_pretrained(job.model, output_loading_info=True, **options)
     if job.weights is not None:
         copy_weights(model, load_file(job.weights))
     elif info["missing_keys"]:
@@ -81,8 +81,7 @@ def copy_weights(model: Any, values: dict[str, torch.Tensor]) -> None:
 
 def own_experts(model: Any) -> None:
     """Switches experts to the class's own loop, because torch's grouped product takes no float64."""
-    can = getattr(model, "_can_set_experts_implementation", None)
-    if can is not None and can():
+    with suppress(ValueError):  # of a class whose experts have no other
         model.set_experts_implementation("eager")
 
 

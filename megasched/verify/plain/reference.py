@@ -42,7 +42,7 @@ from watching import Float64, Sightings, Watch, silence
 
 JUDGED = ("megasched", "megatron")
 # What a job imports late, and each fork would anew.
-IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "transformers.models.auto.modeling_auto")
+IMPORTS = ("torch._dynamo", "torch.distributed.tensor")
 
 
 class Barrier(importlib.abc.MetaPathFinder):

@@ -47,11 +47,9 @@ IMPORTS = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text",
     "megatron.training.training",
-    "transformers.generation.utils",
-    "transformers.modeling_utils",
-    "transformers.processing_utils",
-    "transformers.models.auto.modeling_auto",
 )
+# What is at the top of transformers is imported with all that it needs when it is first asked for.
+OF_TRANSFORMERS = ("AutoModelForCausalLM", "GenerationMixin", "ProcessorMixin")
 SEED = 1234
 
 
@@ -95,6 +93,7 @@ def dump(result: Any) -> bytes:
 def prepare() -> None:
     """Emulates CUDA, applies the patches and makes the imports that cost, once for all ranks."""
     import torch
+    import transformers
 
     from megasched.patches import apply, host_cuda
 
@@ -105,6 +104,8 @@ def prepare() -> None:
         apply(name)
     for name in IMPORTS:
         import_module(name)
+    for name in OF_TRANSFORMERS:
+        getattr(transformers, name)
     remember_help_of_flags()
 
 
