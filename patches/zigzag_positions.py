@@ -6,21 +6,20 @@ from typing import Any
 
 from megasched.attributes import Undo, set_attribute
 from megasched.patches.registry import Patch
+from megasched.transformers_names import PACKED
 from megasched.versions import TESTED
-
-_TARGET = "transformers.masking_utils:find_packed_sequence_indices"
 
 
 def _change() -> Undo:
     def find_packed_sequence_indices(position_ids: Any) -> None:
         """Returns None: each row holds one sequence. A schedule refuses packed ones."""
 
-    return set_attribute(_TARGET, find_packed_sequence_indices)
+    return set_attribute(PACKED, find_packed_sequence_indices)
 
 
 PATCH = Patch(
     name="zigzag_positions",
-    targets=(_TARGET,),
+    targets=(PACKED,),
     versions={"transformers": TESTED["transformers"]},
     why=(
         "transformers/masking_utils.py:750 takes positions that do not count up by one for several sequences "
@@ -28,5 +27,5 @@ PATCH = Patch(
         "sequence (megatron/core/utils.py, get_batch_on_this_cp_rank), with a jump between them"
     ),
     change=_change,
-    signature={_TARGET: ("position_ids",)},
+    signature={PACKED: ("position_ids",)},
 )

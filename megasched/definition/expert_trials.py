@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import close, real_tensors, tree_state, tried_once
+from megasched.transformers_names import EXPERTS
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ def computes_as(module: nn.Module, function: Callable[..., torch.Tensor]) -> boo
 
 def _why_not_as(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
     state = tree_state(module)
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = getattr(getattr(module, "config", None), EXPERTS, None)
     key = None if state is None else (state, implementation, other)
     return tried_once(_TRIED, key, partial(_tried, module, other))
 

@@ -12,6 +12,7 @@ import torch
 from megasched.definition.module_copy import copy_module
 from megasched.errors import CheckpointError, ConfigError
 from megasched.plan.placement import Placement
+from megasched.transformers_names import INIT_WEIGHTS
 from megasched.weights.source import canonical_names, compare_names
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class RandomInit:
             torch.default_generator.manual_seed(parameter_seed(self._seed, name))
             for model, module in self._initialisers(source):
                 try:
-                    model._init_weights(module)  # type: ignore[no-untyped-call]
+                    getattr(model, INIT_WEIGHTS)(module)
                 except RuntimeError as error:
                     raise ConfigError(
                         f"{name}: {type(model).__name__}._init_weights can't initialise it while the other "

@@ -21,16 +21,17 @@ from torch import nn
 from megasched.definition.build import build_definition
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
+from megasched.transformers_names import INIT_WEIGHTS
 
 # How an instance is made says nothing of how it runs; what it holds then is compared.
-_MAKING = frozenset(["__init__", "post_init", "init_weights", "_init_weights", "_initialize_weights", "__new__"])
+_MAKING = frozenset(["__init__", "post_init", "init_weights", INIT_WEIGHTS, "_initialize_weights", "__new__"])
 _CLASS = frozenset(
     ["__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "config_class"]
 )
 # Of a module of torch's: compared in ways of their own.
 _PARTS = frozenset(["_parameters", "_buffers", "_modules"])
 # Of a config: says how a run calls the model, not what the model computes.
-_OF_RUN = frozenset(["use_cache", "_attn_implementation", "dtype", "torch_dtype", "architectures", "auto_map"])
+_OF_RUN = frozenset(["use_cache", "dtype", "torch_dtype", "architectures", "auto_map"])
 
 _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 

@@ -20,9 +20,11 @@ from megasched.analysis.cp.given_positions import ValuesRun, with_values
 from megasched.analysis.cp.trial import takes_positions
 from megasched.analysis.recording.meta_call import call_hooks, run_on_meta
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.attributes import set_attribute
 from megasched.definition import attention_interface
 from megasched.definition.mask_interface import packed_masks
 from megasched.errors import Problem, ScheduleError
+from megasched.transformers_names import PACKED
 
 _LENGTH = 3  # of each of two sequences; the longest that any window spares
 REMEDY = "one conversation a line of the data file, so that a row holds one sequence"
@@ -72,14 +74,11 @@ def plan_packed(model: nn.Module, structure: LayerStack, sequence: CpFacts) -> P
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
     """Runs its body with HF taking a row for one sequence: on meta HF can't see where a sequence begins."""
-    from transformers import masking_utils
-
-    real = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    undo = set_attribute(PACKED, lambda position_ids: None)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = real
+        undo()
 
 
 def takes_bounds(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from megasched.definition.instances import close, real_tensors
 from megasched.definition.objectives import objective_of
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import ScheduleError
+from megasched.transformers_names import ATTENTION
 
 OWN = "eager"
 _SCALES = (1.0, 8.0)
@@ -48,11 +49,11 @@ def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], 
         A function that restores the names.
     """
     configs = _configs(model)
-    before = [config._attn_implementation for config in configs]
+    before = [getattr(config, ATTENTION) for config in configs]
 
     def restore() -> None:
         for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
+            setattr(config, ATTENTION, name)
 
     if not configs or not all(map(_is_known, before)):
         return restore
@@ -64,23 +65,23 @@ def enable(model: Any, inputs: Mapping[str, Any] | None = None) -> Callable[[], 
 
 def _is_known(name: str | None) -> bool:
     """Returns whether the function under a name is the class's own or transformers' attention."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
 
     if name is None or name == OWN or name in NAMES:
         return True
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    function = AttentionInterface().get(name)
     return function is None or str(getattr(function, "__module__", "")).startswith("transformers.")
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """Returns every config that a part of the model reads: the stacks of an encoder-decoder have copies."""
     held = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(config): config for config in held if hasattr(config, "_attn_implementation")}.values())
+    return list({id(config): config for config in held if hasattr(config, ATTENTION)}.values())
 
 
 def _name_everywhere(model: nn.Module, name: str) -> None:
     for config in _configs(model):
-        config._attn_implementation = name
+        setattr(config, ATTENTION, name)
 
 
 def is_used(model: nn.Module, name: str = NAME, inputs: Mapping[str, Any] | None = None) -> bool:
@@ -124,7 +125,7 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
     """Returns whether some module's own (eager) attention is not shown to compute what ours does."""
     before = {path: getattr(module, "config", None) for path, module in model.named_modules()}
     real = registered()
-    own = {path for path, config in before.items() if getattr(config, "_attn_implementation", "") in (OWN, None)}
+    own = {path for path, config in before.items() if getattr(config, ATTENTION, "") in (OWN, None)}
     if not own:
         return False
     probe = _probe(model, name)
@@ -159,7 +160,7 @@ class _Other(BaseException):
 @contextmanager
 def _defaults_seen(seen: list[Callable[..., Any]]) -> Iterator[None]:
     """Runs its body and notes the function that a class would call if its config said ``eager``."""
-    from transformers.modeling_utils import AttentionInterface
+    from transformers import AttentionInterface
 
     real = AttentionInterface.get_interface
 

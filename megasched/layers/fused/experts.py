@@ -21,6 +21,7 @@ from megasched.definition.instances import is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused.pairs import by_expert, in_order
 from megasched.layers.wrap import wrap_forward
+from megasched.transformers_names import EXPERTS
 
 _GATE = "_apply_gate"
 
@@ -43,7 +44,7 @@ def _can_weigh_inputs(module: Any) -> bool:
     """Returns whether experts run in the grouped form, and compute what ``grouped_experts`` does."""
     if "forward" in vars(module) or not is_of_transformers(module) or not has_form(module):
         return False
-    grouped = getattr(module.config, "_experts_implementation", None) == "grouped_mm"
+    grouped = getattr(module.config, EXPERTS, None) == "grouped_mm"
     last = module.has_bias or getattr(module, "has_post_expert_norm", False)  # what comes after the last products
     return grouped and not last and computes_as(module, grouped_experts)
 

@@ -50,6 +50,7 @@ from megasched.plan.megatron.params import mixture_in
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
+from megasched.transformers_names import ATTENTION
 
 BATCH, LENGTH = 2, 24
 WINDOW = 7  # in the place of a longer one, so that there are tokens beyond it
@@ -152,10 +153,10 @@ def _windows_asked(model: Any) -> Iterator[set[int | None]]:
 
     Some definitions rely on the mask alone.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
 
-    name, asked = model.config._attn_implementation, set[int | None]()
-    real, local = ALL_ATTENTION_FUNCTIONS.get(name), ALL_ATTENTION_FUNCTIONS._local_mapping
+    name, asked = getattr(model.config, ATTENTION), set[int | None]()
+    real = AttentionInterface().get(name)
     if real is None:  # eager is no function of HF's, but of each definition
         yield asked
         return
@@ -164,13 +165,11 @@ def _windows_asked(model: Any) -> Iterator[set[int | None]]:
         asked.add(kwargs.get("sliding_window"))
         return real(*args, **kwargs)
 
-    before = dict(local)
-    local[name] = attend
+    AttentionInterface.register(name, attend)
     try:
         yield asked
     finally:
-        local.clear()
-        local.update(before)
+        AttentionInterface.register(name, real)
 
 
 def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]]:

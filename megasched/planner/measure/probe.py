@@ -35,6 +35,7 @@ from megasched.trainer.scheduled_model import ScheduledModel
 from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
 from megasched.trainer.stages.stage_transfer import BoundaryCodec
+from megasched.transformers_names import PACKED
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Measured:
 # training on whole sequences does without.
 _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
     "transformers.utils.import_utils:is_fake_tensor": lambda tensor: False,
-    "transformers.masking_utils:find_packed_sequence_indices": lambda positions: None,
+    PACKED: lambda positions: None,
     "megasched.layers.experts:routed": experts.routed_evenly,
 }
 

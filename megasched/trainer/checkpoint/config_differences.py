@@ -18,6 +18,7 @@ from megasched.errors import CheckpointError
 from megasched.reading.files import Expected
 from megasched.reading.json_file import parse_json, read_json
 from megasched.trainer.flags.position_limit import is_limit_alone
+from megasched.transformers_names import MODEL_NAME
 from megasched.weights.torch_dist.reader import HF_FILES
 
 if TYPE_CHECKING:
@@ -26,11 +27,10 @@ if TYPE_CHECKING:
 # They name files, classes, labels and ways to compute the same, or are for the first values of weights and for
 # generation; `output_router_logits` is none of them: it adds to the loss.
 NO_NUMBERS = {
-    "_name_or_path", "architectures", "auto_map", "transformers_version", "model_type", "_commit_hash",
+    MODEL_NAME, "architectures", "auto_map", "transformers_version", "model_type",
     "dtype", "torch_dtype", "quantization_config", "initializer_range",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
-    "_experts_implementation", "use_cache", "gradient_checkpointing", "chunk_size_feed_forward", "torchscript",
-    "pretraining_tp",
+    "attn_implementation", "experts_implementation",
+    "use_cache", "gradient_checkpointing", "chunk_size_feed_forward", "torchscript", "pretraining_tp",
     "output_attentions", "output_hidden_states", "return_dict", "use_return_dict",
     "keys_to_ignore_at_inference",
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",

@@ -19,6 +19,7 @@ from megasched.language.schedule_file import SCHEDULE, split_file
 from megasched.reading.files import Expected, read_bytes
 from megasched.reading.forms import misfit
 from megasched.reading.json_file import read_json
+from megasched.transformers_names import MODEL_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ _KNOWN = {
 LIBRARIES = frozenset({"transformers", "torch", *sys.stdlib_module_names})
 PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
 # Of a config: what says nothing about the model.
-_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_IGNORED = (MODEL_NAME, "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
 def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims) -> dict[str, Any]:
