@@ -19,6 +19,7 @@ from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
 from megasched.trainer.flags.flag_classes import unknown_flags
+from megasched.transformers_names import PrivateName, private_names
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
@@ -74,6 +75,7 @@ class Diagnosis:
         patches: all patches.
         unknown_flags: ``args`` attributes of this Megatron's flags of which no table says what becomes of them; a
             run refuses them.
+        transformers_private_names: those that megasched uses.
         problems: why no run can start; empty where one can.
         warnings: what is wrong, though a run can start.
     """
@@ -85,6 +87,7 @@ class Diagnosis:
     devices: list[Device]
     patches: list[PatchReport]
     unknown_flags: list[str]
+    transformers_private_names: list[PrivateName]
     problems: list[str]
     warnings: list[str]
 
@@ -118,8 +121,11 @@ def diagnose() -> Diagnosis:
         problem = headers_problem(found["transformer-engine"].found, cuda)
         warnings += [problem] if problem else []
     patches = [_patch(patch) for patch in seams.available()]
-    if not problems:  # a patch does not fit a missing or wrong package, which is said already
+    names = private_names()
+    if not problems:  # neither fits a missing or wrong package, which is said already
         problems += [f"patch {patch.name}: {patch.reason}" for patch in patches if patch.applied == "refused"]
+        moved = f"transformers {found['transformers'].found} has moved"
+        problems += [f"{moved}: {name.name}, which {name.reason}" for name in names if not name.found]
     unknown = [] if problems else unknown_flags()
     if unknown:
         warnings.append(
@@ -128,7 +134,7 @@ def diagnose() -> Diagnosis:
     apex = find_apex()
     if apex.problem:
         warnings.append(f"apex in {apex.folder}: {apex.problem}. Remedy: {apex.remedy}")
-    return Diagnosis(__version__, packages, apex, cuda, devices, patches, unknown, problems, warnings)
+    return Diagnosis(__version__, packages, apex, cuda, devices, patches, unknown, names, problems, warnings)
 
 
 def _complaint(package: Package) -> str:

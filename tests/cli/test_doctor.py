@@ -1,5 +1,6 @@
 """``megasched doctor``: what it finds, and when it says that no run can start."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 
@@ -12,6 +13,7 @@ from megasched.cli.doctor import print_diagnosis
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
+from megasched.transformers_names import NAMES, PrivateName
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,25 @@ def test_a_wrong_apex_is_warned_of(monkeypatch):
     assert diagnosis.runnable
     assert diagnosis.warnings == ["apex in /site/apex: not NVIDIA's apex. Remedy: pip uninstall apex"]
     assert "Remedy: pip uninstall apex" in printed(diagnosis)
+
+
+def test_private_names_of_transformers_are_listed(diagnosis):
+    told = diagnosis.to_dict()["transformers_private_names"]
+    assert {one["name"]: one["reason"] for one in told} == NAMES
+    assert all(one["found"] for one in told)
+
+
+def test_a_private_name_that_transformers_has_moved_is_a_problem(monkeypatch):
+    moved = PrivateName("transformers.somewhere:there", "computes the masks", found=False)
+    monkeypatch.setattr(doctor, "private_names", lambda: [moved])
+    diagnosis = doctor.diagnose()
+    (problem,) = diagnosis.problems
+    assert re.fullmatch(
+        r"transformers [\d.]+ has moved: transformers\.somewhere:there, which computes the masks", problem
+    )
+    assert "problem: transformers" in printed(diagnosis)
+    wrong = with_package(monkeypatch, name="transformers", found="4.57.0")
+    assert [problem for problem in wrong.problems if "moved" in problem] == []
 
 
 def test_devices_are_listed(diagnosis):
