@@ -92,6 +92,7 @@ def _prepare(args: argparse.Namespace, plan: Plan, say: Callable[[str], None]) -
         checkpoints=run_folder / "checkpoints",
         iters=args.iters,
     )
+    command += ["--allow-unverified"] * args.allow_unverified
     return run_folder, {
         "machine": str(plan),
         "ranks": plan.ranks,
@@ -121,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
         "--model-schedule",
         default=run_plan.default_schedule(),
         help="schedule file, or `auto` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-unverified",
+        action="store_true",
+        help="go on with a newer torch, Megatron or transformers than the tested ones",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="prepare everything, print the command, don't train"

@@ -25,6 +25,12 @@ def train_by(monkeypatch, code):
     monkeypatch.setattr(run_plan, "training_command", lambda plan, **kwargs: [sys.executable, "-c", code])
 
 
+@pytest.mark.parametrize("flags", [[], ["--allow-unverified"]])
+def test_a_newer_version_has_the_door_of_any_run(tmp_path, capsys, flags):
+    assert quickstart.main(["--dir", str(tmp_path / "q"), "--dry-run", *flags]) == 0
+    assert ("--allow-unverified" in capsys.readouterr().out) is bool(flags)
+
+
 def test_dry_run_prints_the_command_and_trains_nothing(tmp_path, capsys):
     assert quickstart.main(["--dir", str(tmp_path / "q"), "--dry-run", "--iters", "7"]) == 0
     words = shlex.split(capsys.readouterr().out.split("exec ")[1].replace("\\\n", " "))
