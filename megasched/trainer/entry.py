@@ -35,6 +35,7 @@ from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import seams
 from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
 
 TRACEBACK = "MEGASCHED_TRACEBACK"
@@ -244,7 +245,8 @@ def check_versions(megatron: Megatron, *, allow_unverified: bool) -> None:
     """Checks the versions of what a run is made of; says which are newer than the tested ones.
 
     Raises:
-        ConfigError: one is older than the tested versions, or newer without ``allow_unverified``.
+        ConfigError: one is older than the tested versions, or newer without ``allow_unverified``; or a newer
+            transformers has moved a private name that megasched uses.
     """
     elsewhere = (
         f"check out that version of Megatron-LM in the place of {megatron.folder.parent}, or run a script that "
@@ -258,6 +260,11 @@ def check_versions(megatron: Megatron, *, allow_unverified: bool) -> None:
             for package in ("torch", "transformers")
         ),
     ]
+    moved = ", ".join(name.name for name in missing_names()) if found[-1] else ""
+    if moved:
+        raise ConfigError(
+            f"transformers {metadata.version('transformers')} has moved what megasched uses: {moved}"
+        )
     for warning in filter(None, found):
         _say(f"megasched: warning: {warning}")
         warnings.filterwarnings("ignore", re.escape(warning))  # once is enough, and every rank would

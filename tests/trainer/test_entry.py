@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from megasched.errors import ConfigError
 from megasched.trainer import entry
+from megasched.transformers_names import PrivateName
 from megasched.versions import TESTED, judge
 
 RUN = "from sys import argv; from megasched.trainer import entry; {}entry.run_script(argv[1], argv[2:])"
@@ -381,6 +382,18 @@ def test_so_have_other_packages(package: str, newer: str, monkeypatch: pytest.Mo
     with warnings.catch_warnings():
         checked("0.19.2", "--allow-unverified")
         warnings.simplefilter("error", UserWarning)
+        checked("0.19.2", "--allow-unverified")
+
+
+def test_a_newer_transformers_that_has_moved_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = entry.metadata.version
+    monkeypatch.setattr(entry.metadata, "version", lambda name: "5.25.0" if name == "transformers" else real(name))
+    monkeypatch.setattr(
+        entry, "missing_names", lambda: [PrivateName("transformers.masking_utils:gone", "is", False)]
+    )
+    with pytest.raises(
+        ConfigError, match=r"5.25.0 has moved what megasched uses: transformers.masking_utils:gone$"
+    ):
         checked("0.19.2", "--allow-unverified")
 
 

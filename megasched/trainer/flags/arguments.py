@@ -75,8 +75,8 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "--allow-unverified": (
         {"action": "store_true"},
-        "Run an architecture at a layout where no check has shown that it computes what the definition does, and "
-        "with flags of Megatron that megasched does not know.",
+        "Run an architecture at a layout where no check has shown that it computes what the definition does, with "
+        "flags of Megatron that megasched does not know, or with newer packages than the tested ones.",
     ),
     "--require-certificate": (
         {"metavar": "FILE"},
