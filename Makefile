@@ -74,7 +74,7 @@ test-all: lint $(GHOST) ## every test but the browser's: before a release, with 
 
 test-megatron: $(STAMP) ## whether a Megatron-LM checkout does what the installed one does (CHECKOUT=DIR)
 	@test -d "$(CHECKOUT)/megatron/core" || { echo "make test-megatron CHECKOUT=DIR: no Megatron-LM in '$(CHECKOUT)'" >&2; exit 1; }
-	MEGATRON_CHECKOUT=$(abspath $(CHECKOUT)) $(RUN) -m pytest $(PROCESSES) -m checkout tests/megatron $(ARGS)
+	MEGATRON_CHECKOUT=$(abspath $(CHECKOUT)) $(RUN) -m pytest -m checkout tests/megatron $(ARGS)
 	PYTHONPATH=$(abspath $(CHECKOUT)) $(RUN) -m pytest $(PROCESSES) -m "not slow" $(UNDER_CHECKOUT) $(ARGS)
 
 durations: $(GHOST) ## the tests of `make test`, and write what they take to tests/suite/durations.json
