@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasched.versions import TRANSFORMERS
+from megasched.versions import TESTED
 from tests.process import OLDEST, run_case
 
 
@@ -12,7 +12,7 @@ def found():
 
 
 def test_it_has_every_name(found):
-    assert f">={found['version']}".startswith(TRANSFORMERS.partition(",")[0])
+    assert f">={found['version']}".startswith(TESTED["transformers"].partition(",")[0])
     assert found["missing"] == []
 
 
