@@ -20,6 +20,7 @@ from megasched.patches import registry
 from megasched.trainer import seams
 from megasched.trainer.flags.flag_classes import unknown_flags
 from megasched.transformers_names import PrivateName, private_names
+from megasched.versions import warning_of
 
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
@@ -142,10 +143,7 @@ def _complaint(package: Package) -> str:
         return package.problem
     wanted = f"{package.name}{package.supported}" if package.supported else package.name
     if package.untested:
-        return (
-            f"{package.name} {package.found} is newer than what megasched was tested with ({package.supported}): "
-            "a run goes on with it by --allow-unverified"
-        )
+        return warning_of(package.name, package.found, allow_unverified=True)
     remedy = f"install {wanted}" if package.name == "python" else f"pip install '{wanted}'"
     if not package.found:
         return f"{package.name} is not installed: {remedy}"
