@@ -100,7 +100,8 @@ class ScheduledModelBuilder(ModelBuilder):
             pre_wrap_hook=compose_hooks(model.pre_wrap_hooks),
             **options,
         )
-        return compose_hooks(model.post_wrap_hooks)(chunks)
+        made = compose_hooks(model.post_wrap_hooks)(chunks)
+        return chunks if made is None else made  # a hook may change them in place, as Megatron's builders allow
 
 
 def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:
