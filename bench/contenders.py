@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import native
 import ratios
 import trainer_side
 from one_rank import one_rank
@@ -65,7 +66,7 @@ class Contender:
 def all_contenders() -> dict[str, Contender]:
     """Every contender by name."""
     return {
-        "native": Contender(trainer_side.NATIVE),
+        "native": Contender(native.NATIVE),
         **{name: Contender(builder) for name, builder in HF.items()},
         **{f"megasched_{level}": Contender(trainer_side.MEGASCHED, text) for level, text in LEVELS.items()},
     }

@@ -14,11 +14,12 @@ import argparse
 from typing import Any
 
 import machine
+import native
 import trainer_side
 from ratios import ratio, spread
 from shapes import SHAPES
 
-BUILDERS = {"native": trainer_side.NATIVE, "megasched": trainer_side.MEGASCHED}
+BUILDERS = {"native": native.NATIVE, "megasched": trainer_side.MEGASCHED}
 
 
 def main() -> None:

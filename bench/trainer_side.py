@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import native
 import shapes
 
-NATIVE = "megatron.training.models.gpt.GPTModelBuilder"
 MEGASCHED = "megasched.trainer.builder.ScheduledModelBuilder"
 
 
@@ -115,42 +115,20 @@ def start(setting: Setting, schedule: str = "auto") -> Any:
     return args
 
 
-def native_args(args: Any) -> Any:
-    """What Megatron's own GPT is told beside, where the shape is Mixtral's: its experts, to be chosen as HF does.
-
-    megasched refuses these flags (HF's router decides), so they are no part of the command line. The softmax is
-    over the chosen experts, no token is dropped, and there is no auxiliary loss.
-    """
-    from megasched.trainer.current_session import get_session
-
-    config = get_session().definition.config
-    if config.model_type != "mixtral":
-        return args
-    told = {
-        "num_experts": config.num_local_experts,
-        "moe_ffn_hidden_size": config.intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": args.transformer_impl == "transformer_engine",  # its kernel; else one expert at a time
-    }
-    return Namespace(**{**vars(args), **told})
-
-
 def build(args: Any, builder: str) -> Side:
-    """The model of that builder class (import path) with its optimizer, as Megatron's ``pretrain`` makes them."""
+    """The model and its optimizer, as Megatron's ``pretrain`` makes them.
+
+    Args:
+        builder: the class that builds the model, by import path, or ``native.NATIVE``.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.models.gpt import GPTModelConfig
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.training import setup_model_and_optimizer
 
-    GPTModelConfig.builder = builder
-    args = native_args(args) if builder == NATIVE else args
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    container = pretrain_cfg_container_from_args(args, native.model_config(args, builder))
     model, optimizer, scheduler = setup_model_and_optimizer(
         ModelType.encoder_or_decoder,
         cfg_container=container,

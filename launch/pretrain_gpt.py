@@ -29,8 +29,7 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils, get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
@@ -294,6 +293,15 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return [pp_ranks[0], pp_ranks[-1]]
 
 
+def model_config(args: Namespace) -> Any:
+    """Returns what Megatron's trainer is told of the model: sizes, precision, parallelism.
+
+    It describes a GPTModel while Megatron has one; core 0.20 announces that HybridModel takes its place.
+    """
+    make = getattr(argument_utils, "gpt_config_from_args", None) or argument_utils.hybrid_config_from_args
+    return make(args)
+
+
 def main() -> None:
     """Parses Megatron's flags and hands everything to its trainer.
 
@@ -304,7 +312,7 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_unsupported(args)
     run(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        argument_utils.pretrain_cfg_container_from_args(args, model_config(args)),
         datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,

@@ -1,14 +1,18 @@
 """The comparison of contenders, but for their processes; and what a plain HF model is for Megatron's trainer."""
 
+import itertools
 import json
+import re
 from argparse import ArgumentParser
 from typing import Any
 
 import contender_worker
 import contenders
+import native
 import pytest
 import torch
 import trainer_side
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.training.arguments import add_megatron_arguments
 
 from megasched.errors import Problem, ScheduleError
@@ -192,15 +196,27 @@ def _hf_chunk() -> tuple[float, float, torch.dtype]:
     return losses.mean().item(), expected.item(), model.model.rotary_emb.inv_freq.dtype
 
 
-@pytest.mark.parametrize("shape", ["tiny", "moe-tiny"])
-def test_native_computes_what_hf_computes(ranks: Any, shape: str) -> None:
+NATIVE_MODELS = {
+    "gpt": ("GPTModel", native.GPT),
+    "hybrid": ("HybridModel", native.HYBRID),
+    "own": ("HybridModel" if (MAJOR, MINOR) >= (0, 20) else "GPTModel", native.NATIVE),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [("tiny", "own"), *itertools.product(("tiny", "moe-tiny", "qwen3-tiny"), ("gpt", "hybrid"))],
+)
+def test_native_computes_what_hf_computes(ranks: Any, shape: str, kind: str) -> None:
     """From the same weights the losses of all tokens are the same: the contenders differ in speed alone."""
-    ((native, expected),) = ranks.run(1, _native_losses, shape)
-    torch.testing.assert_close(native, expected, rtol=1e-5, atol=0)
+    model, builder = NATIVE_MODELS[kind]
+    ((built, found, expected),) = ranks.run(1, _native_losses, shape, builder)
+    assert built == model
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def _native_losses(shape: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each token [b, s] of Megatron's own GPT with HF's weights, and of HF."""
+def _native_losses(shape: str, builder: str) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The class of Megatron's own model, and the loss of each token [b, s], of it with HF's weights and of HF."""
     import sys
 
     from tests.bench.conftest import BENCH
@@ -211,19 +227,22 @@ def _native_losses(shape: str) -> tuple[torch.Tensor, torch.Tensor]:
 
     setting = trainer_side.Setting(shape, micro_batch_size=2, rehearse=True)
     args = trainer_side.start(setting)
-    native = trainer_side.build(args, trainer_side.NATIVE).model[0]
+    own = trainer_side.build(args, builder).model[0]
     chunk = trainer_side.build(args, "hf_side.HFModelBuilder").model[0]
     assert isinstance(chunk.module, hf_side.HFChunk)
-    _copy_to_native(chunk.module.definition, native.module)
+    _copy_to_native(chunk.module.definition, own.module)
     batch = next(trainer_side.batches(setting))
     given = batch["tokens"], batch["position_ids"], None
     with torch.no_grad():
-        return tuple(model(*given, labels=batch["labels"]).cpu() for model in (native, chunk))
+        losses = [model(*given, labels=batch["labels"]).cpu() for model in (own, chunk)]
+    return type(own.module).__name__, losses[0], losses[1]
 
 
-def _copy_to_native(definition: Any, native: torch.nn.Module) -> None:
+def _copy_to_native(definition: Any, own: torch.nn.Module) -> None:
     """HF's weights under Megatron's names; the native model's vocabulary may be padded."""
-    weights = dict(definition.state_dict())
+    weights = {
+        name: weight.detach() for name, weight in definition.named_parameters()
+    }  # one of those that are tied
     config, found = definition.config, {}
     for name in list(weights):
         if name.endswith("q_proj.weight"):  # a group: its queries, its key, its value
@@ -240,12 +259,20 @@ def _copy_to_native(definition: Any, native: torch.nn.Module) -> None:
     for name, weight in weights.items():
         for theirs, ours in NATIVE_NAMES.items():
             name = name.replace(theirs, ours)
-        found[name] = weight
-    parameters = dict(native.named_parameters())
+        found[_of_hybrid(name) if hasattr(own.decoder, "final_norm") else name] = weight
+    parameters = dict(own.named_parameters())
     assert found.keys() == parameters.keys(), found.keys() ^ parameters.keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter[: found[name].shape[0]] = found[name]
+
+
+def _of_hybrid(name: str) -> str:
+    """The name in a HybridModel, whose layers hold either attention or the MLP."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if not found:
+        return name.replace("final_layernorm", "final_norm")
+    return f"decoder.layers.{2 * int(found[1]) + ('mlp' in found[2])}.{found[2]}"
 
 
 NATIVE_NAMES = {
@@ -255,6 +282,8 @@ NATIVE_NAMES = {
     "lm_head": "output_layer",
     "self_attn": "self_attention",
     "o_proj": "linear_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
     "mlp.gate.": "mlp.router.",
     "mlp.down_proj": "mlp.linear_fc2",

@@ -8,6 +8,8 @@ from megasched import patches
 from megasched.attributes import resolve
 from megasched.errors import ConfigError
 from megasched.trainer.seams import model_builder
+from megasched.verify.trainer_run import train
+from tests import tiny
 
 
 def builder_of(*names):
@@ -48,3 +50,20 @@ def provided():
 
 def test_so_does_a_function_that_makes_one(ranks):
     assert ranks.run(1, provided) == [True]
+
+
+def losses_without_gpt_model(folder, kept):
+    """Losses of two steps, where Megatron describes no GPTModel any more."""
+    from megatron.training import argument_utils
+
+    with pytest.MonkeyPatch.context() as changed:
+        if not kept:
+            changed.delattr(argument_utils, "gpt_config_from_args")
+        return train(folder, [], iterations=2).losses
+
+
+def test_the_bundled_script_outlives_gpt_model(ranks, tmp_path):
+    folder = tiny.save("llama", tmp_path)
+    with_it, without = (ranks.run(1, losses_without_gpt_model, folder, kept) for kept in (True, False))
+    assert len(with_it[0]) == 2
+    assert without == with_it
