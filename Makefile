@@ -24,7 +24,7 @@ FAST := $(PROCESSES) -m "not slow and not browser and not checkout"
 
 # What asks Megatron something of its own, beside tests/megatron: names, patches, flags, layers, resuming.
 UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_levels.py tests/parity/test_mixture_blocks.py \
-	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py
+	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py tests/ghost/test_kernels.py
 
 .PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
 
@@ -72,7 +72,7 @@ test: lint $(GHOST) ## what CI runs: lint, and the tests that are not marked slo
 test-all: lint $(GHOST) ## every test but the browser's: before a release, with `make matrix`
 	$(RUN) -m pytest $(PROCESSES) -m "not browser and not checkout" $(ARGS)
 
-test-megatron: $(STAMP) ## whether a Megatron-LM checkout does what the installed one does (CHECKOUT=DIR)
+test-megatron: $(GHOST) ## whether a Megatron-LM checkout does what the installed one does (CHECKOUT=DIR)
 	@test -d "$(CHECKOUT)/megatron/core" || { echo "make test-megatron CHECKOUT=DIR: no Megatron-LM in '$(CHECKOUT)'" >&2; exit 1; }
 	MEGATRON_CHECKOUT=$(abspath $(CHECKOUT)) $(RUN) -m pytest -m checkout tests/megatron $(ARGS)
 	PYTHONPATH=$(abspath $(CHECKOUT)) $(RUN) -m pytest $(PROCESSES) -m "not slow" $(UNDER_CHECKOUT) $(ARGS)

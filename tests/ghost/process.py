@@ -42,7 +42,7 @@ def environment(folder: str, devices: int = 1, te: bool = False, **more: str) ->
         **compiling,  # what other tests switch off
         "LD_PRELOAD": str(ghost),
         "TRITON_LIBCUDA_PATH": str(ghost.parent),  # what its launchers are linked with
-        "PYTHONPATH": os.pathsep.join(map(str, [SITE, ROOT, *(TE if te else ())])),
+        "PYTHONPATH": os.pathsep.join(map(str, [SITE, ROOT, *(TE if te else ()), *_checkout()])),
         "GHOST_FOLDER": folder,
         "GHOST_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
@@ -50,6 +50,11 @@ def environment(folder: str, devices: int = 1, te: bool = False, **more: str) ->
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # what Megatron asks for where it overlaps
         **more,
     }
+
+
+def _checkout() -> list[str]:
+    """The Megatron-LM that the tests run under, where it isn't the installed one (`make test-megatron`)."""
+    return [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 
 
 def run(arguments: Sequence[str], ranks: int = 1, te: bool = False, timeout: float = 300, **more: str) -> str:
