@@ -24,7 +24,8 @@ FAST := $(PROCESSES) -m "not slow and not browser and not checkout"
 
 # What asks Megatron something of its own, beside tests/megatron: names, patches, flags, layers, resuming.
 UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_levels.py tests/parity/test_mixture_blocks.py \
-	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py tests/ghost/test_kernels.py
+	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py \
+	tests/ghost/test_kernels.py
 
 .PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
 

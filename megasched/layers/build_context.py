@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.definition.build import init_empty_weights
+from megasched.layers.regions import sum_gradient
 from megasched.layers.tokens import Tokens
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
@@ -35,8 +36,9 @@ class BuildContext:
         source: source of values; None takes those that the model holds.
         device: device of the parameters.
         expert_group: Megatron's EP group; None if experts are not distributed.
-        megatron_finalizes: Megatron's ``finalize_model_grads`` will run, which sums the gradients of parameters
-            marked ``sequence_parallel`` over TP; otherwise a hook on the parameter does.
+        megatron_finalizes: Megatron's trainer keeps the parameters that are made here, and will run its
+            ``finalize_model_grads``, which sums the gradients of parameters marked ``sequence_parallel`` over TP.
+            Otherwise ``sum_partial_gradients`` does what is to be done for partial gradients.
         context_parallel: the ranks that share a sequence; None without context parallelism.
         process_groups: Megatron's groups for its own modules; None: those of this process.
         float32: names of parameters and buffers that stay in float32 whatever the run's precision
@@ -81,6 +83,13 @@ class BuildContext:
         """Returns (rank, size) in the group that a parameter is sharded over."""
         group = self.expert_group if placement.group == "ep" else self.group
         return group.rank(), group.size()
+
+    def placement_of(self, name: str) -> Placement | None:
+        """Returns the placement of a parameter of the lowered model, or the first of several HF tensors in it."""
+        if name in self.assemblies:
+            return self.assemblies[name].parts[0]
+        canonical = self.plan.canonical.get(name)
+        return None if canonical is None else self.plan.placements[canonical]
 
     def dtype(self, placement: Placement, held: torch.Tensor) -> torch.dtype:
         """Returns the dtype of the parameter that replaces ``held``."""
@@ -157,14 +166,6 @@ def reduce_partial_gradient(parameter: nn.Parameter, placement: Placement, conte
         if hasattr(parameter, "sequence_parallel"):
             parameter.sequence_parallel = False
         return
-    by_megatron = context.megatron_finalizes and context.plan.layout.sp
-    parameter.sequence_parallel = by_megatron
-    if by_megatron:
-        return
-
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous().clone()
-        torch.distributed.all_reduce(total, group=context.group)
-        return total
-
-    parameter.register_hook(summed)
+    parameter.sequence_parallel = context.megatron_finalizes and context.plan.layout.sp
+    if context.megatron_finalizes and not context.plan.layout.sp:
+        sum_gradient(parameter, context.group)

@@ -30,6 +30,15 @@ from megasched.layers.tokens import Tokens
 from megasched.plan.placement import Placement
 
 
+def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes out of a state dict what a hook of Megatron's has just put in (core/tensor_parallel/layers.py:1088).
+
+    It is an empty entry for Transformer Engine; the definition's linear has none, and loads strictly.
+    """
+    if state.get(f"{prefix}_extra_state", layer) is None:
+        del state[f"{prefix}_extra_state"]
+
+
 class ColumnLinear(ColumnParallelLinear):
     """Computes ``ColumnParallelLinear`` of [b, s, in] and returns [b, s, out / tp] (or [b, s, out] gathered).
 
@@ -160,20 +169,13 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
     bias = getattr(module, "bias", None) is not None
     split = plan.splits_sequence(path)
     if path in plan.replicated_heads:
-        rows = plan.replicated_heads[path].rows(context.rank, context.size, out_features)
-        tokens = context.tokens if split else None
-        lowered: nn.Module = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=tokens)
-        for name, held in module.named_parameters(recurse=False):
-            make_parameter(lowered, name, plan.placement(path, name), held, context)
-        if not bias:
-            lowered.register_parameter("bias", None)
-        return lowered
+        return _lower_replicated_heads(path, module, context, entered)
     tied = weight.name in context.made
     gathered, inside = path in plan.tp_facts.gather, path in plan.tp_facts.inside
     dtype = context.dtype(weight, module.weight)
     with context.making(module.weight):
         if plan.cuts[path] == "column":
-            lowered = ColumnLinear(
+            lowered: ColumnLinear | RowLinear = ColumnLinear(
                 in_features,
                 weight.padded or out_features,
                 config=context.config_with(sequence_parallel=split and not entered, params_dtype=dtype),
@@ -203,8 +205,22 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
             lowered.bias_in_product = lowered.skip_bias_add
             lowered.overwritten = path in plan.tp_facts.overwritten
     lowered.tokens = context.tokens
+    lowered.register_load_state_dict_pre_hook(_without_extra_state)
     for name, held in module.named_parameters(recurse=False):
         context.fill_or_tie(lowered, name, plan.placement(path, name), held)
+    return lowered
+
+
+def _lower_replicated_heads(
+    path: str, module: nn.Module, context: BuildContext, entered: bool
+) -> ReplicatedHeadsLinear:
+    plan = context.plan
+    rows = plan.replicated_heads[path].rows(context.rank, context.size, _sizes(module)[0])
+    split = context.tokens if plan.splits_sequence(path) else None
+    lowered = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=split)
+    lowered.register_parameter("bias", None)
+    for name, held in module.named_parameters(recurse=False):
+        make_parameter(lowered, name, plan.placement(path, name), held, context)
     return lowered
 
 

@@ -143,6 +143,25 @@ def all_reduce_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
     return _SumGradient.apply(x, group)
 
 
+class _SumOverRanks:
+    """Is the hook that sums a gradient over a group."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        torch.distributed.all_reduce(total, group=self.group)
+        return total
+
+
+def sum_gradient(parameter: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Has the gradient of a parameter summed over a group; a second call has no effect."""
+    hooks = (parameter._backward_hooks or {}).values()
+    if parameter.requires_grad and not any(isinstance(hook, _SumOverRanks) for hook in hooks):
+        parameter.register_hook(_SumOverRanks(group))
+
+
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

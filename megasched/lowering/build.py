@@ -26,6 +26,7 @@ from megasched.lowering.lower import lower
 from megasched.lowering.prepare import prepare
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
+from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
 
@@ -93,7 +94,7 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
         prepare(schedule, model, inputs=inputs, undo=undo)
         plan = make_plan(schedule, model=model, inputs=inputs, runs=AnalysisCache(length))
         undo.pop_all()
-    _lower_here(schedule, model, plan)
+    plan = _lower_here(schedule, model, plan)
     schedule.built = True
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
@@ -123,15 +124,16 @@ def _check_place(schedule: Schedule) -> None:
         raise ScheduleError(problem)
 
 
-def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
+def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> Plan:
+    """Lowers the model in this process's groups, and returns the plan that it was lowered by."""
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     first = next(model.parameters(), torch.empty(0))
     grouped = parallel_state.model_parallel_is_initialized()
+    plan = plan if grouped else _whole(plan)
     context = BuildContext(
-        # Megatron's layers need its groups; without any there is nothing to share a layer with.
-        plan=plan if grouped else replace(plan, cuts={}, fused_columns=()),
+        plan=plan,
         group=parallel_state.get_tensor_model_parallel_group() if grouped else cast(ProcessGroup, _Alone()),
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,
@@ -139,6 +141,13 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> None:
         megatron_finalizes=False,
     )
     lower(schedule, model, context, lambda path: True)
+    return plan
+
+
+def _whole(plan: Plan) -> Plan:
+    """Returns the plan of a process without groups, which Megatron's layers need: modules stay as they are."""
+    whole = {name: Placement(placement.name, placement.shape) for name, placement in plan.placements.items()}
+    return replace(plan, cuts={}, fused_columns=(), placements=whole)
 
 
 class _Alone:

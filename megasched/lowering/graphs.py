@@ -30,12 +30,17 @@ from megasched.layers.wrap import waits_for_parameters
 from megasched.plan.plan import Plan
 
 
+def traced_modules(plan: Plan) -> set[str]:
+    """Returns the paths of the modules whose forwards become graphs."""
+    return {record.path for record in plan.records_where(lambda primitive: primitive.makes_graph)}
+
+
 def traced_paths(plan: Plan) -> Callable[[str], bool]:
     """Returns a predicate on paths: whether a module is to be traced or is inside of one that is.
 
     Its code must stay the definition's.
     """
-    traced = {record.path for record in plan.records_where(lambda primitive: primitive.makes_graph)}
+    traced = traced_modules(plan)
     return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
 
 

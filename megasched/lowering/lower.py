@@ -48,8 +48,9 @@ from megasched.layers.te.attention import TeCore, uses_transformer_engine
 from megasched.layers.te.linear import TeProduct, lower_te_linear
 from megasched.layers.tokens import note_batch
 from megasched.layers.wrap import draw_forked
-from megasched.lowering.graphs import trace_modules, traced_paths
+from megasched.lowering.graphs import trace_modules, traced_modules, traced_paths
 from megasched.lowering.local_counts import divide_local_attributes
+from megasched.lowering.partial_gradients import sum_partial_gradients
 from megasched.lowering.records import carried_annotations
 from megasched.lowering.replace import parents_of
 from megasched.plan.communication import shared_regions
@@ -104,6 +105,8 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     for path in plan.tp_facts.forked:
         if alone(path):
             draw_forked(model.get_submodule(path))
+    if not context.megatron_finalizes:
+        sum_partial_gradients(model, context, here, traced_modules(plan))
     for record in carried_annotations(plan.records, schedule.renamed, model):
         if get_primitive(record.primitive).phase == "lowered" and here(record.path):
             get_lowering(record.primitive)(model.get_submodule(record.path), record, context)

@@ -243,7 +243,7 @@ def _like_those_met(
         model: model of the labelled run.
         inputs: arguments of that run.
     """
-    met, trained = plan.tp_facts.met, {name for name, p in model.named_parameters() if p.requires_grad}
+    met, trained = plan.tp_facts.readers, {name for name, p in model.named_parameters() if p.requires_grad}
     unmet = {name for name in plan.placements if name in trained and name not in met}
     if plan.layout.tp == 1 or not unmet:
         return {}, []
@@ -265,7 +265,7 @@ def _met_twin(plan: Plan, model: nn.Module, name: str) -> str | None:
     others: Iterable[str] = (other for _, other in counterparts(model, name))
     whole = not plan.placements[name].sharded
     return next(
-        (o for o in others if o in plan.tp_facts.met and whole and not plan.placements[o].sharded),
+        (o for o in others if o in plan.tp_facts.readers and whole and not plan.placements[o].sharded),
         None,
     )
 

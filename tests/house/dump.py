@@ -92,7 +92,8 @@ def _placement(plan: Any, one: Any) -> dict[str, Any]:
 def _tp_facts(facts: Any) -> dict[str, Any]:
     sets = ("gather", "scatter", "partial", "sequence", "complete", "whole_inputs", "inside", "rows_inside")
     return {
-        **{name: sorted(getattr(facts, name)) for name in (*sets, "overwritten", "by_heads", "forked", "met")},
+        **{name: sorted(getattr(facts, name)) for name in (*sets, "overwritten", "by_heads", "forked")},
+        "met": sorted(facts.readers),
         "regions": {
             path: {
                 "arguments": region.slots,

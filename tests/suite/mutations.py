@@ -66,7 +66,7 @@ MUTATIONS = {
     "norm_gradient": Mutation(
         "a partial gradient that is not summed over TP under sequence parallelism",
         "megasched/layers/build_context.py",
-        "    parameter.sequence_parallel = by_megatron\n",
+        "    parameter.sequence_parallel = context.megatron_finalizes and context.plan.layout.sp\n",
         "    parameter.sequence_parallel = False\n",
         (MATRIX,),
     ),

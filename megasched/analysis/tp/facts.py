@@ -127,7 +127,7 @@ class TpFacts:
         experts: module of experts -> region of the tokens that it takes.
         stage_inputs: place of a tensor that later layers read beside the hidden state, if that is cut -> the
             dimension; None where that could not be followed.
-        met: parameters that operations have read.
+        readers: parameter that operations have read -> modules in whose code they are.
         problems: why TP would be wrong.
         calls: path of a module whose own code works on shards -> its first call.
         called: modules that ran.
@@ -159,7 +159,7 @@ class TpFacts:
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, TpType] = field(default_factory=dict)
     stage_inputs: dict[OutputRef, int | None] = field(default_factory=dict)
-    met: set[str] = field(default_factory=set)
+    readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     problems: list[Problem] = field(default_factory=list)
     calls: dict[str, ModuleCall] = field(default_factory=dict, compare=False, repr=False)
     called: set[str] = field(default_factory=set, compare=False, repr=False)

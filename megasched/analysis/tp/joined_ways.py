@@ -12,7 +12,7 @@ from megasched.errors import Problem
 
 # What is true of a parameter, a column or an operator in any way is true of it.
 _OF_ANY = frozenset(
-    ["gather", "partial", "sequence", "complete", "rows_inside", "overwritten", "by_heads", "met", "called"]
+    ["gather", "partial", "sequence", "complete", "rows_inside", "overwritten", "by_heads", "called"]
 )
 # Of modules: what is done there is done in every way that runs them.
 _BY_MODULE = frozenset(
@@ -49,6 +49,8 @@ def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, 
         base.cut_sizes[column] |= sizes
     for operator, paths in other.without_rule.items():
         base.without_rule[operator] |= paths
+    for name, paths in other.readers.items():
+        base.readers[name] |= paths
     told = set(base.shared)
     base.shared += [columns for columns in other.shared if columns not in told]
     for problem in other.problems:

@@ -186,7 +186,8 @@ class LabelRun(TapeReader):
             self.tp_facts.gather.setdefault(column, why)
 
     def _meet(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.tp_facts.met.update(self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
+        for name in (self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names):
+            self.tp_facts.readers[name].add(self._path())
 
     def _watch_weights(self, func: Any, operands: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Notes weights that are cut, and are read by code other than their own module's.

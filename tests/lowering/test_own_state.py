@@ -1,0 +1,93 @@
+"""What a built model is to its user: its own state dict, a process without groups, its parameters replaced."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import megasched
+from megasched.definition.build import build_definition
+from megasched.verify.ranks.pool import init_megatron
+from tests.lowering.models import tiny_config, tiny_model, token_ids
+from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far
+from tests.lowering.test_build import auto
+
+FAMILIES = ("llama", "qwen3", "gpt2", "phi3", "mixtral")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_in_a_process_without_groups_changes_no_number(family):
+    model, ids = tiny_model(family), token_ids()
+    wanted = model(input_ids=ids, labels=ids)
+    wanted.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    built = megasched.apply_schedule(copy.deepcopy(model), "auto")
+    found = built(input_ids=ids, labels=ids)
+    built.zero_grad()
+    found.loss.backward()
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-6)
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _reloaded(tp, level):
+    """Family -> what a strict load of a built model's own state dict left different."""
+    init_megatron(tp=tp)
+    found = {}
+    for family in FAMILIES:
+        sch = megasched.create_schedule(tiny_model(family))
+        auto(sch)
+        sch.level(level, required=False)
+        built = megasched.build(sch)
+        state = {name: value.clone() for name, value in built.state_dict().items()}
+        with torch.no_grad():
+            for parameter in built.parameters():
+                parameter.zero_()
+        built.load_state_dict(state)
+        now = built.state_dict()
+        found[family] = [name for name, value in state.items() if not torch.equal(now[name], value)]
+    return found
+
+
+@pytest.mark.parametrize("level", ["leaf", "fused", "block"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_built_model_loads_its_own_state_dict_strictly(ranks, tp, level):
+    assert ranks.run(tp, _reloaded, tp, level) == [{family: [] for family in FAMILIES}] * tp
+
+
+def _with_new_parameters(family):
+    """Distances from the unscheduled model where every parameter is another object than the one that was built."""
+    init_megatron(tp=2)
+    model = tiny_model(family)
+    built, plan, _ = scheduled_copy(model, auto)
+    rank = torch.distributed.get_rank()
+    deferred = build_definition(tiny_config(family))
+    sch = megasched.create_schedule(deferred)
+    auto(sch)
+    megasched.build(sch)
+    pieces = {name: plan.placements[name].shard(p.detach(), rank, 2) for name, p in model.named_parameters()}
+    ids, found = token_ids(), {}
+    wanted = model(input_ids=ids, labels=ids).loss
+    wanted.backward()
+    for label, each in (("real", built), ("deferred", deferred)):
+        _replace_parameters(each, pieces)
+        loss = each.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found[label] = {"loss": distance(loss, wanted), **compare_gradients(each, plan, model)}
+    return {label: too_far(gaps) for label, gaps in found.items()}
+
+
+def _replace_parameters(model, values):
+    """As trainers do that shard parameters, or fill them."""
+    made = {}
+    for name, old in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, local = name.rpartition(".")
+        new = made.setdefault(id(old), nn.Parameter(values[name].clone().contiguous()) if name in values else None)
+        setattr(model.get_submodule(owner), local, new)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_partial_gradients_are_summed_whoever_holds_the_parameters(ranks, family):
+    """Qwen3's norms of queries and keys have a partial gradient on each rank: 5e-3 off where it isn't summed."""
+    assert ranks.run(2, _with_new_parameters, family) == [{"real": {}, "deferred": {}}] * 2
