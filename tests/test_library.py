@@ -25,7 +25,7 @@ def test_roles_given_count():
         sch.role("mlp.up")
 
 
-def test_a_model_that_no_adapter_knows_is_scheduled_by_hand():
+def test_a_model_that_no_adapter_knows_has_the_roles_that_can_be_inferred():
     """HF has a causal language model for it, and no plan."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,9 +33,9 @@ def test_a_model_that_no_adapter_knows_is_scheduled_by_hand():
         "gpt_bigcode", vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
     )
     sch = megasched.create_schedule(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ScheduleError, match=r"roles here: embed\.tokens, head"):
+    with pytest.raises(ScheduleError, match=r"roles here: column, embed\.tokens, head, row"):
         sch.role("mlp.up")
-    assert sch["transformer.h.0.mlp"].role_of("transformer.h.0.mlp.c_fc") is None
+    assert sch.role_of("transformer.h.0.mlp.c_fc") == "column"
 
 
 def test_any_module(tmp_path):

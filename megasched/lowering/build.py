@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
+from megasched.analysis.find_layer_stack import layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
@@ -23,8 +24,8 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.lowering.lower import lower
-from megasched.lowering.prepare import prepare
-from megasched.model_adapters.registry import roles_of
+from megasched.lowering.prepare import find_roles, prepare
+from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
@@ -36,9 +37,10 @@ def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles:
     Args:
         model: an HF model or any other, with real weights or with weights deferred by ``init_empty_weights``.
         layout: how the job is spread; by default the sizes of Megatron's process groups in this process.
-        roles: roles of its modules; by default those that an adapter gives an HF model.
+        roles: roles of its modules; by default those of an HF model that a run of Megatron's trainer would find.
     """
-    return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model))
+    layout = layout or current_layout()
+    return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
 
 
 def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None) -> nn.Module:
@@ -54,11 +56,12 @@ def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None
     return build(sch, inputs=inputs)
 
 
-def _known_roles(model: nn.Module) -> Roles | None:
+def _known_roles(model: Any, layout: ParallelDims) -> Roles | None:
     if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
         return None
+    structure = None if has_roles(model.config.model_type) else layer_stack_of(model)
     try:
-        return cast(Roles, roles_of(model))
+        return find_roles(model, structure, layout)
     except ConfigError:
         return None  # a model that no adapter knows can still be scheduled by hand
 
@@ -72,7 +75,7 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
     Args:
         schedule: schedule of any module, HF or not.
         inputs: example keyword arguments of the model's forward, from which the communication is derived (their
-            values do not matter). An HF model that takes token ids needs none.
+            values do not matter). An HF model that takes token ids or images needs none.
 
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
@@ -86,7 +89,7 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
     _check_place(schedule)
     model: Any = schedule.mod
     length = None  # of a run's sequences; the inputs that are given have their own
-    if inputs is None and (inputs := example_inputs(model)) is not None:
+    if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
     with ExitStack() as undo:
         if inputs is not None:
@@ -114,14 +117,22 @@ def _check_place(schedule: Schedule) -> None:
         what = f"the schedule is for TP {wanted.tp}, and this process stands in a TP group of {here.tp}"
         remedy = f"megatron.core.parallel_state.initialize_model_parallel(tensor_model_parallel_size={wanted.tp})"
         problem = Problem(what, remedy=remedy)
-    elif wanted.ep > 1:
-        what = f"build makes models with all their experts, and the layout has EP {wanted.ep}"
-        problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")
-    elif wanted.pp > 1:
-        what = f"build makes whole models, and the layout has {wanted.pp} pipeline stages"
-        problem = Problem(what, remedy="train it through Megatron's trainer: python -m megasched pretrain_gpt.py")
+    elif refused := _only_the_trainers(wanted):
+        remedy = "train it through Megatron's trainer: python -m megasched pretrain_gpt.py"
+        problem = Problem(f"build makes {refused}", remedy=remedy)
     if problem is not None:
         raise ScheduleError(problem)
+
+
+def _only_the_trainers(layout: ParallelDims) -> str:
+    """Returns what of a layout the library does not do, and what it does instead; empty where it does all."""
+    if layout.ep > 1:
+        return f"models with all their experts, and the layout has EP {layout.ep}"
+    if layout.pp > 1:
+        return f"whole models, and the layout has {layout.pp} pipeline stages"
+    if layout.cp > 1:
+        return f"models that see whole sequences, and the layout has CP {layout.cp}"
+    return "models whose layers see whole sequences, and the layout has sequence parallelism" if layout.sp else ""
 
 
 def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> Plan:

@@ -64,21 +64,28 @@ class ScheduledDefinition:
         return root
 
     def _roles(self, layout: ParallelDims) -> Roles:
-        """Returns the adapter's roles, or else those of HF's plan and those that can be inferred.
-
-        Where neither knows the model, a user's own schedule gets empty roles, and ``auto`` can't be used.
-        """
-        definition = self.definition
+        """Returns the roles of the definition; where none are known, empty ones, which ``auto`` can't use."""
         try:
-            roles = roles_of(definition)
+            return find_roles(self.definition, self.structure, layout)
         except ConfigError:
             if self.schedule == "auto":
                 raise
             return Roles()
-        if has_roles(definition.config.model_type):
-            return roles
-        tp = max(layout.tp, 2)
-        return infer_roles(definition, roles, self.structure, tp=tp, sequence_parallel=layout.sp)
+
+
+def find_roles(model: Any, structure: LayerStack | None, layout: ParallelDims) -> Roles:
+    """Returns the roles of an HF model's adapter, or else those of HF's plan and those that can be inferred.
+
+    Args:
+        structure: its layer stack, where that can be found.
+
+    Raises:
+        ConfigError: the adapter does not fit the model, or HF's plan has an unknown style.
+    """
+    roles = roles_of(model)
+    if has_roles(model.config.model_type):
+        return roles
+    return infer_roles(model, roles, structure, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
 
 
 def open_definition(

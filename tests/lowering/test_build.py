@@ -163,6 +163,8 @@ def _elsewhere():
         ParallelDims(),
         ParallelDims(tensor_model_parallel_size=4),
         ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        ParallelDims(tensor_model_parallel_size=2, context_parallel_size=2),
+        ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True),
     ):
         model = Mlp()
         sch = megasched.create_schedule(model, layout)
@@ -180,6 +182,8 @@ def test_a_layout_that_is_not_this_processs(ranks):
             "the schedule is for TP 1, and this process stands in a TP group of 2",
             "the schedule is for TP 4, and this process stands in a TP group of 2",
             "build makes whole models, and the layout has 2 pipeline stages",
+            "build makes models that see whole sequences, and the layout has CP 2",
+            "build makes models whose layers see whole sequences, and the layout has sequence parallelism",
         ]
 
 

@@ -19,6 +19,7 @@ from megasched.analysis.recording.meta_results import MetaResults
 from megasched.analysis.recording.sites import Site, asking_site
 from megasched.collector import collector_paused
 from megasched.definition.module_copy import copy_module
+from megasched.definition.objectives import objective_of
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import MegaschedError, Problem, ScheduleError
 
@@ -214,11 +215,15 @@ def token_inputs(batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def example_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Returns token ids [b, s] int64 for an HF model whose main input they are; None for any other module."""
-    if getattr(model, "main_input_name", None) != "input_ids":
+def example_inputs(model: nn.Module) -> dict[str, Any] | None:
+    """Returns arguments of an HF model's forward, without labels, on meta; None for any other module.
+
+    They are a batch of the model's objective; None, too, for a model whose main input is another.
+    """
+    objective = objective_of(model)
+    if getattr(model, "main_input_name", None) not in objective.inputs:
         return None
-    return {"input_ids": token_inputs(2, 5)["input_ids"]}
+    return {**objective.trial_inputs(model.config, 2, 5), **objective.constants}
 
 
 @contextmanager

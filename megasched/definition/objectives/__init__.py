@@ -51,5 +51,15 @@ def set_objective(model: Any, objective: Objective) -> None:
 
 
 def objective_of(model: Any) -> Objective:
-    """Returns the objective that a definition was built for; causal language modelling if none was stored."""
-    return OBJECTIVES[getattr(model, ATTRIBUTE, CAUSAL_LM.name)]
+    """Returns the objective that a definition was built for, or else that of its class; else causal modelling.
+
+    Classes of transformers are named as the auto class that finds them, e.g. ``BertForMaskedLM``, but for those of
+    encoders and decoders.
+    """
+    if (name := getattr(model, ATTRIBUTE, None)) is not None:
+        return OBJECTIVES[name]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return SEQ2SEQ_LM
+    known = type(model).__name__
+    named = (one for one in OBJECTIVES.values() if known.endswith(one.auto_class.removeprefix("AutoModel")))
+    return next(named, CAUSAL_LM)
