@@ -1,4 +1,4 @@
-"""Step time of a scheduled HF model against Megatron's native GPTModel of the same shape, on several ranks.
+"""Step time of a scheduled HF model against Megatron's own model of the same shape, on several ranks.
 
 Both are built in one launch, with one set of flags, and step in turn on the same batch, so that what else
 the machine does hits both alike. The figure is the median over rounds of megasched's time divided by
