@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,18 @@ from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
+
+# Built model -> the plan that it was built by.
+_plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Returns the plan that a model of the library was built by.
+
+    Raises:
+        KeyError: it was not built, or is a copy of one that was.
+    """
+    return _plans[model]
 
 
 def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
@@ -99,6 +112,7 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
         undo.pop_all()
     plan = _lower_here(schedule, model, plan)
     schedule.built = True
+    _plans[model] = plan
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan

@@ -21,6 +21,7 @@ ALLOWED = {
     "weights": "ground language definition plan",
     "layers": "ground language definition analysis plan graph weights",
     "lowering": "ground language definition analysis plan graph weights layers model_adapters",
+    "dialects": "ground language patches definition analysis model_adapters plan weights layers lowering",
     "trace": "ground patches",
     "trainer": "ground language patches definition analysis model_adapters plan weights layers lowering trace",
     "planner": "ground language patches definition analysis plan layers lowering trainer trace",
@@ -31,7 +32,7 @@ ALLOWED = {
     "tuner": "ground launch",
     "cli": (
         "ground language patches definition analysis model_adapters plan graph weights layers lowering trace "
-        "trainer planner launch verify tuner"
+        "trainer planner launch verify tuner dialects"
     ),
 }
 

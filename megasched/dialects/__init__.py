@@ -1,0 +1,1 @@
+"""Trains scheduled models under other trainers than Megatron's, each in its own words."""

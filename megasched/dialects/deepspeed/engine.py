@@ -1,0 +1,144 @@
+"""Builds a scheduled model and makes DeepSpeed's engine of it, by DeepSpeed's own ``initialize``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.dialects.deepspeed.config import read_config, zero_stage
+from megasched.dialects.deepspeed.mpu import ModelParallelUnit
+from megasched.errors import ConfigError
+from megasched.language.schedule import Schedule
+from megasched.lowering.build import build_with_plan
+from megasched.patches import registry
+
+# The model, its optimizer, the loader of training data, the scheduler of the learning rate.
+type Engine = tuple[Any, Any, Any, Any]
+type Parameters = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+def initialize(
+    schedule: Schedule,
+    *,
+    config: str | Path | Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Builds the model and returns ``(engine, optimizer, loader, scheduler)``, as DeepSpeed's own function does.
+
+    Megatron's groups are made for the schedule's layout where there are none. Over data parallelism ZeRO shards
+    what a rank has of the model after it was cut over TP.
+
+    Args:
+        schedule: schedule of a whole model; one that is built already is taken as it is.
+        config: DeepSpeed's config, or its JSON file.
+        optimizer: a function of the parameters, as ``build`` makes new ones; one that exists only with a schedule
+            that was built before. By default that of the config.
+        model_parameters: what is trained, of a schedule that was built before; by default all that is not frozen.
+        training_data, lr_scheduler, collate_fn: as for ``deepspeed.initialize``.
+        inputs: as for ``megasched.build``.
+
+    Raises:
+        ConfigError: the config asks for what a scheduled model does not have, or the optimizer has parameters that
+            are not the model's.
+        ScheduleError: with every problem found; the model is unchanged then.
+    """
+    deepspeed = _deepspeed()
+    settings = read_config(config)
+    _make_groups(schedule, deepspeed)
+    if not schedule.built:
+        if zero_stage(settings) == 3:
+            _take_leaf(schedule)
+        build_with_plan(schedule, inputs)
+    model = schedule.mod
+    _check_parameters(model, optimizer, model_parameters)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine: Engine = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=trained if model_parameters is None else model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        mpu=ModelParallelUnit(),
+        config=settings,
+    )
+    return engine
+
+
+def _deepspeed() -> Any:
+    """Imports DeepSpeed, on the CPU in a rehearsal, where torch says that there is CUDA.
+
+    Raises:
+        ConfigError: it is not installed, or was imported for another accelerator before.
+    """
+    rehearsing = "host_cuda" in registry.active()
+    if rehearsing and "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.ops import __compatible_ops__
+    except ImportError as error:
+        raise ConfigError("DeepSpeed is not installed: pip install 'megasched[deepspeed]'") from error
+    accelerator = get_accelerator().device_name()
+    if rehearsing and accelerator != "cpu":
+        what = f"this is a rehearsal on the CPU, and DeepSpeed was imported for {accelerator!r}"
+        raise ConfigError(f"{what}: set DS_ACCELERATOR=cpu before")
+    if accelerator == "cpu":
+        __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start of every rank
+    return deepspeed
+
+
+def _make_groups(schedule: Schedule, deepspeed: Any) -> None:
+    """Makes Megatron's groups for the schedule's layout, if there are none."""
+    from megatron.core import parallel_state
+
+    deepspeed.init_distributed()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=schedule.layout.tp)
+
+
+def _take_leaf(schedule: Schedule) -> None:
+    """Has every module compute by itself: ZeRO-3 gathers the weights of a module when that is called.
+
+    Raises:
+        ConfigError: the schedule asks for another level.
+    """
+    asked = [r for r in schedule.records if r.primitive == "level" and r.arguments.get("required", True)]
+    others = [
+        f"{r.path or 'the model'}: {r.arguments['name']} ({r.source})"
+        for r in asked
+        if r.arguments["name"] != "leaf"
+    ]
+    if others:
+        what = "zero_optimization.stage = 3 has the weights of a module only while it runs; other levels read more"
+        raise ConfigError(f"{what}: {', '.join(others)}; take level leaf, or stage 2")
+    warnings.warn("megasched: level leaf, for zero_optimization.stage = 3", stacklevel=4)
+    schedule.root.level("leaf")
+
+
+def _check_parameters(model: nn.Module, optimizer: Any, model_parameters: Any) -> None:
+    """Raises ConfigError where an optimizer or a list has parameters that the built model does not."""
+    held = {id(parameter) for parameter in model.parameters()}
+    groups = getattr(optimizer, "param_groups", None) if isinstance(optimizer, torch.optim.Optimizer) else None
+    for name, given in (("optimizer", groups), ("model_parameters", model_parameters)):
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"{name}= is {type(given).__name__}: give a list, which can be read twice")
+        parameters = [p for group in given for p in (group["params"] if isinstance(group, Mapping) else [group])]
+        if any(id(parameter) not in held for parameter in parameters):
+            what = f"{name}= has parameters that the built model does not: build makes new ones of what it cuts"
+            raise ConfigError(f"{what}; give a function of the parameters, or build the schedule before")

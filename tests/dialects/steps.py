@@ -1,0 +1,66 @@
+"""Five steps of a model in one process, and what a trainer over ranks is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.lowering.models import VOCABULARY, tiny_model
+
+STEPS, BATCH, LENGTH = 5, 4, 12
+CLIP = 0.5
+
+
+@dataclass
+class Steps:
+    """Losses and gradient norms of each step, and the weights after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    """At torch's epsilon of 1e-8 float32 itself is 2e-5 and more off float64 after five steps."""
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
+
+
+def batches() -> list[torch.Tensor]:
+    """Token ids [b, s] of each step."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
+
+
+def one_process(family: str) -> Steps:
+    """The unscheduled model with torch's AdamW and clipping."""
+    model = tiny_model(family)
+    optimizer = adamw(model.parameters())
+    losses, norms = [], []
+    for ids in batches():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return Steps(losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def gaps(found: Steps, wanted: Steps) -> dict[str, float]:
+    """Largest relative distance of losses, of norms where there are any, and of each weight's tensor."""
+
+    def off(a: list[float], b: list[float]) -> float:
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+    assert found.weights.keys() == wanted.weights.keys()
+    weights = {
+        name: float((found.weights[name] - value).abs().max() / value.abs().max())
+        for name, value in wanted.weights.items()
+    }
+    return {
+        "losses": off(found.losses, wanted.losses),
+        "norms": off(found.norms, wanted.norms) if found.norms else 0.0,
+        "weights": max(weights.values()),
+    }

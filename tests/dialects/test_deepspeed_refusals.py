@@ -1,0 +1,113 @@
+"""What ``megasched.initialize`` refuses, in words that name the key, before anything is built."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn
+
+import megasched
+from megasched import ConfigError
+from megasched.dialects.deepspeed.config import REFUSED, read_config, value_at
+from tests.dialects.steps import adamw
+from tests.dialects.test_zero import zero_config
+from tests.lowering.models import Mlp
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_a_scheduled_model_does_not_have_is_named(key):
+    asked = 4 if isinstance(REFUSED[key][0], int) and not isinstance(REFUSED[key][0], bool) else True
+    config = zero_config(1)
+    config.update(_nested(key, asked) if key.split(".")[0] != "zero_optimization" else {})
+    if key.startswith("zero_optimization."):
+        config["zero_optimization"] = {"stage": 1, **_nested(key, asked)["zero_optimization"]}
+    with pytest.raises(ConfigError, match=rf"{key} = {asked}: .*leave it out"):
+        read_config(config)
+
+
+def _unknown_keys() -> list[str]:
+    """Refused keys that DeepSpeed's own source does not have; here, as importing it changes a process."""
+    import inspect
+
+    from deepspeed.runtime import config as of_runtime
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = {*DeepSpeedZeroConfig.model_fields, *TPTrainingConfig.model_fields}
+    words = inspect.getsource(of_runtime) + inspect.getsource(constants)
+    return [key for key in REFUSED if key.split(".")[-1] not in fields and key.split(".")[0] not in words]
+
+
+def test_deepspeed_knows_the_keys_that_are_refused(ranks: Any) -> None:
+    assert ranks.run(1, _unknown_keys) == [[]]
+
+
+def test_their_values_that_mean_no_are_taken(tmp_path):
+    config = zero_config(2)
+    for key, (no, _) in REFUSED.items():
+        first, _, rest = key.partition(".")
+        if rest:
+            config.setdefault(first, {})[rest] = no
+        else:
+            config[first] = no
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert read_config(tmp_path / "ds.json") == read_config(config) == config
+    assert value_at(config, "zero_optimization.stage") == 2
+    assert value_at(config, "zero_optimization.none.at.all") is None
+
+
+def test_a_file_that_is_not_there_or_no_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"config=.*ds\.json"):
+        read_config(tmp_path / "ds.json")
+    (tmp_path / "ds.json").write_text("{")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_config(tmp_path / "ds.json")
+
+
+def test_an_unknown_target():
+    with pytest.raises(ConfigError, match="target='colossal': it is one of deepspeed"):
+        megasched.initialize(megasched.create_schedule(Mlp()), target="colossal", config={})
+
+
+def _refused() -> list[str]:
+    """What each call says, in a process whose groups the first of them makes."""
+    from megatron.core import parallel_state
+
+    words = []
+    for config, options, level in (
+        ({"zero_optimization": {"stage": 3}}, {}, "fused"),
+        ({}, {"optimizer": lambda model: adamw(nn.Linear(2, 2).parameters())}, None),
+        ({}, {"model_parameters": lambda model: list(nn.Linear(2, 2).parameters())}, None),
+        ({}, {"model_parameters": lambda model: (p for p in model.parameters())}, None),
+    ):
+        sch = megasched.create_schedule(Mlp())
+        if level:
+            sch["up"].level(level)
+        given = {name: make(sch.mod) for name, make in options.items()}
+        with pytest.raises(ConfigError) as raised:
+            megasched.initialize(
+                sch, target="deepspeed", config={**zero_config(1), **config}, inputs=None, **given
+            )
+        words.append(str(raised.value))
+    assert parallel_state.model_parallel_is_initialized()
+    return words
+
+
+def test_what_would_be_wrong_is_said(ranks: Any) -> None:
+    ((level, optimizer, parameters, once),) = ranks.run(1, _refused)
+    assert "zero_optimization.stage = 3" in level
+    assert "up: fused" in level
+    assert "take level leaf, or stage 2" in level
+    assert "optimizer= has parameters that the built model does not" in optimizer
+    assert "give a function of the parameters" in optimizer
+    assert "model_parameters= has parameters" in parameters
+    assert "model_parameters= is generator: give a list" in once
