@@ -20,6 +20,7 @@ from megasched._moved import keep_old_names
 if TYPE_CHECKING:
     from megasched.analysis.rules.op_rules import register_op_rule
     from megasched.definition.build import build_definition, init_empty_weights, load_config
+    from megasched.dialects.clipping import clip_grad_norm_
     from megasched.dialects.initialize import initialize
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
@@ -55,6 +56,7 @@ _PUBLIC = {
     "apply_schedule": "megasched.lowering.build",
     "build": "megasched.lowering.build",
     "build_definition": "megasched.definition.build",
+    "clip_grad_norm_": "megasched.dialects.clipping",
     "create_schedule": "megasched.lowering.build",
     "initialize": "megasched.dialects.initialize",
     "init_empty_weights": "megasched.definition.build",

@@ -31,8 +31,9 @@ from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 
-# Built model -> the plan that it was built by.
+# Built model -> the plan that it was built by, and how its parameters lie.
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
+_placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -42,6 +43,15 @@ def plan_of(model: nn.Module) -> Plan:
         KeyError: it was not built, or is a copy of one that was.
     """
     return _plans[model]
+
+
+def placements_of(model: nn.Module) -> dict[str, Placement]:
+    """Maps the name of each parameter of a built model to its placement, or to that of the first HF tensor in it.
+
+    Raises:
+        KeyError: it was not built, or is a copy of one that was.
+    """
+    return _placements[model]
 
 
 def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
@@ -166,6 +176,8 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> Plan:
         megatron_finalizes=False,
     )
     lower(schedule, model, context, lambda path: True)
+    names = (name for name, _ in model.named_parameters())
+    _placements[model] = {name: found for name in names if (found := context.placement_of(name)) is not None}
     return plan
 
 

@@ -1,0 +1,68 @@
+"""Clips the gradients of a model that is cut over TP, and maybe over FSDP2, by the norm of the whole model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from megasched.lowering.build import placements_of
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scales the gradients of a built model so that their norm is at most ``max_norm``, as torch's function does.
+
+    Every rank calls it, when gradients are those of the whole batch. Each number counts once: what is cut over TP,
+    or sharded by FSDP2, is summed over the ranks that share it.
+
+    Args:
+        model: a model that ``build`` returned, under DDP the one inside; ``fully_shard`` may have sharded it.
+
+    Returns:
+        The 2-norm before, a float32 scalar.
+
+    Raises:
+        KeyError: the model was not built, or is a copy of one that was.
+    """
+    placements = placements_of(model)
+    squares: dict[tuple[ProcessGroup, ...], torch.Tensor] = defaultdict(lambda: torch.zeros(()))
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        key = _groups(parameter, cut=placements[name].sharded)
+        squares[key] = squares[key] + _square(parameter)
+    total = torch.zeros(())
+    for groups, square in squares.items():
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        total = total.to(square.device) + square
+    norm = total.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            _local(parameter.grad).mul_(scale.to(parameter.device))
+    return norm
+
+
+def _groups(parameter: torch.Tensor, *, cut: bool) -> tuple[ProcessGroup, ...]:
+    """Returns the groups over which a parameter is spread, so that each rank has another part of it."""
+    from megatron.core import parallel_state
+
+    groups = [parallel_state.get_tensor_model_parallel_group()] if cut else []
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        groups += [mesh.get_group(dim) for dim, laid in enumerate(parameter.placements) if laid.is_shard()]
+    return tuple(groups)
+
+
+def _square(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the squares of a rank's part of a gradient, 0 where there is none."""
+    if parameter.grad is None:
+        return torch.zeros((), device=_local(parameter).device)
+    return _local(parameter.grad).detach().float().pow(2).sum()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,93 @@
+"""DDP and FSDP2 over DP2, the model cut over TP2, in a plain loop against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import megasched
+from megasched.lowering.build import plan_of
+from megasched.verify.ranks.pool import init_megatron
+from tests.dialects.steps import CLIP, Steps, adamw, batches, gaps, one_process
+from tests.dialects.test_zero import BOUNDS, FAMILIES
+from tests.lowering.models import tiny_model
+from tests.lowering.test_build import auto
+
+
+def ddp(model: Any, group: Any) -> Any:
+    return DistributedDataParallel(model, process_group=group)
+
+
+def fsdp2(model: Any, group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for path in layers_of(model):
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def layers_of(model: Any) -> list[str]:
+    """Paths of the layers, which stand in the one list of modules that is not of experts."""
+    return [
+        f"{path}.{index}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and "experts" not in path
+        for index in range(len(module))
+    ]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(family: str, wrap: Any, level: str | None) -> Steps:
+    from megatron.core import parallel_state
+
+    sch = megasched.create_schedule(tiny_model(family))
+    auto(sch)
+    if level is not None:
+        sch.level(level)
+    model = megasched.build(sch)
+    plan = plan_of(model)
+    group = parallel_state.get_data_parallel_group()
+    tp = parallel_state.get_tensor_model_parallel_group()
+    wrapped = wrap(model, group)
+    optimizer = adamw(model.parameters())
+    losses, norms = [], []
+    for ids in batches():
+        mine = ids.chunk(group.size())[group.rank()]
+        loss = wrapped(input_ids=mine, labels=mine).loss
+        loss.backward()
+        norms.append(float(megasched.clip_grad_norm_(model, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean, group=group)
+        losses.append(float(mean) / group.size())
+    weights = {}
+    for name, parameter in model.named_parameters():
+        every: list[Any] = [None] * tp.size()
+        torch.distributed.all_gather_object(every, whole(parameter.detach()).clone(), group=tp)
+        weights[name] = plan.placements[name].unshard(every)
+    return Steps(losses, norms, weights)
+
+
+def _against_one_process(family: str) -> dict[str, dict[str, float]]:
+    init_megatron(tp=2)
+    wanted = one_process(family)
+    return {
+        "DDP": gaps(trained(family, ddp, None), wanted),
+        "FSDP2": gaps(trained(family, fsdp2, "leaf"), wanted),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ddp_and_fsdp2_at_tp2_and_dp2_are_one_process(ranks: Any, family: str) -> None:
+    for found in ranks.run(4, _against_one_process, family):
+        far = {wrap: off for wrap, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
+        assert far == {}
