@@ -68,6 +68,7 @@ CASES: dict[str, Calls] = {
     "trace": lambda layer: layer["mlp"].trace(),
     "trace_until": lambda layer: layer.trace_until("self_attn"),
     "find": lambda layer: layer["mlp"].trace().find(r"act_fn\..*"),
+    "find_node": lambda layer: layer["mlp"].trace().find_node(lambda node: node.operation == "silu"),
     "fuse": lambda layer: _fuse(layer["mlp"]),
     "decompose": lambda layer: (layer["mlp.up_proj"].decompose(), layer["mlp"].trace())[0],
     "adapt": _twice("mlp.up_proj mlp.down_proj", lambda node: node.adapt(rank=8)),

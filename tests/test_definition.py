@@ -10,7 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megasched.definition import build
@@ -22,8 +22,10 @@ from megasched.definition.build import (
     load_config,
 )
 from megasched.definition.small_models.small_models import small_config
-from megasched.errors import ConfigError
+from megasched.errors import CheckpointError, ConfigError
 from megasched.versions import TESTED
+from megasched.weights.random_init import RandomInit
+from megasched.weights.source import materialize
 
 TINY = {
     "hidden_size": 32,
@@ -102,6 +104,26 @@ def test_registration_is_as_before_afterwards(fails):
         assert torch.nn.Module.register_parameter is not before
     assert torch.nn.Module.register_parameter is before
     assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_it_may_be_switched_off():
+    with init_empty_weights(enable=False):
+        block = Block()
+    assert not any(parameter.is_meta for parameter in block.parameters())
+    assert block.table.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_buffers_may_be_deferred_too_and_are_not_filled():
+    register = torch.nn.Module.register_buffer
+    with init_empty_weights(include_buffers=True):
+        block = Block()
+    assert torch.nn.Module.register_buffer is register
+    assert block.table.is_meta
+    assert (block.table.shape, block.table.dtype) == (Block().table.shape, Block().table.dtype)
+    with init_empty_weights(include_buffers=True):
+        model = LlamaForCausalLM(tiny_config("llama"))
+    with pytest.raises(CheckpointError, match=r"buffers that are on the meta device: model\.rotary_emb\.inv_freq"):
+        materialize(model, RandomInit(model, seed=1))
 
 
 def test_nothing_of_a_parameters_size_is_touched():

@@ -139,6 +139,52 @@ def test_a_name_that_a_schedule_has_already_is_refused(name):
         megasched.register_primitive(cls)
 
 
+def test_a_decorator_with_parentheses_registers_too():
+    cls = megasched.register_primitive()(scale_primitive())
+    assert type(registry.get_primitive("times")) is cls
+
+
+class SlaposForm(Primitive):
+    @staticmethod
+    def name():
+        return "scale"
+
+    @staticmethod
+    def apply(sch, factor):
+        sch.mod.factor = factor
+
+
+@pytest.mark.parametrize("cls", [SlaposForm, int, print])
+def test_what_is_no_primitive_is_told_the_form_of_one(cls):
+    with pytest.raises(ConfigError, match=r"is no primitive: one is a subclass of megasched.Primitive") as raised:
+        megasched.register_primitive(cls)
+    assert "record()" in str(raised.value)
+    assert "register_lowering" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"factr": 2}, "scale: missing a required argument: 'factor'"),
+        ({"factor": 2, "bias": 1}, "scale: got an unexpected keyword argument 'bias'"),
+        ({"factor": 2, "groups": 1}, "scale: got an unexpected keyword argument 'groups'"),
+    ],
+)
+def test_arguments_that_a_primitive_does_not_take_are_refused_with_the_line(given, what):
+    cls = scale_primitive()
+    cls.instead = {"groups": "scale each by itself"}
+    megasched.register_primitive(cls)
+    sch = megasched.create_schedule(nn.Sequential(nn.Linear(2, 2)), ParallelDims())
+    call = lambda: sch["0"].scale(**given)  # noqa: E731
+    with pytest.raises(ScheduleError) as raised:
+        call()
+    (problem,) = raised.value.problems
+    remedy = "groups: scale each by itself" if "groups" in given else "scale(factor: float)"
+    assert (problem.what, problem.module, problem.remedy) == (what, "0", remedy)
+    assert problem.source == f"{__file__}:{call.__code__.co_firstlineno}"
+    assert sch.records == []
+
+
 def test_lowerings_registered_twice():
     megasched.register_lowering("scale")(scale_lowering)
     megasched.register_lowering("scale")(scale_lowering)
@@ -189,6 +235,7 @@ def test_what_a_third_party_does_not_say_is_safe():
         "runs_code_again": False,
         "chooses_trained": False,
         "shown_by_effect": False,
+        "instead": {},
     }
 
 

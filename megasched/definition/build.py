@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -45,8 +45,13 @@ _INITIALISERS = ("torch.nn.init", "transformers.initialization")  # change their
 
 
 @contextmanager
-def init_empty_weights() -> Iterator[None]:
+def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
     """Runs its body so that modules constructed in it have their parameters on the meta device; buffers stay real.
+
+    Args:
+        enable: defer the weights; otherwise the body runs as it would without this.
+        include_buffers: put buffers on the meta device, too, when they are registered. Nothing computes them
+            afterwards: such a model can be looked at and scheduled, not run, and not filled by ``materialize``.
 
     Each parameter is moved when it is registered, before its initialisation runs, so that no memory of its size is
     ever touched, and its initialisation is skipped. Buffers (rotary frequencies and the like) are computed by the
@@ -59,6 +64,9 @@ def init_empty_weights() -> Iterator[None]:
     from torch.overrides import TorchFunctionMode
     from torch.utils.weak import WeakIdKeyDictionary
 
+    if not enable:
+        yield
+        return
     factories = {torch.empty, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace}
     factories |= {torch.rand, torch.randn, torch.eye}
 
@@ -92,10 +100,29 @@ def init_empty_weights() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        with OnMeta():
+        with OnMeta(), _buffers_on_meta() if include_buffers else nullcontext():
             yield
     finally:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _buffers_on_meta() -> Iterator[None]:
+    """Runs its body so that buffers are on the meta device from their registration on."""
+    import torch
+
+    register = torch.nn.Module.register_buffer
+
+    def register_on_meta(
+        module: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        register(module, name, tensor if tensor is None else tensor.to("meta"), persistent)
+
+    torch.nn.Module.register_buffer = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_buffer = register  # type: ignore[method-assign]
 
 
 def load_config(

@@ -145,7 +145,9 @@ def standing_leaves(module: nn.Module) -> set[str]:
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:
-    """Returns the paths below ``module`` that these leaves select: names, globs, regular expressions or classes.
+    """Returns the paths below ``module`` that these leaves select.
+
+    A leaf is a path, a glob, a regular expression, a class or the name of one.
 
     Raises:
         ScheduleError: one of them selects nothing here.
@@ -159,6 +161,7 @@ def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[
             # As in sch["..."], * is one name of a path; only what is no such glob is a regular expression.
             hits = [name for name in names if matches_glob(leaf.split("."), name.split("."))]
             hits = hits or [name for name in names if _full(leaf, name)]
+            hits = hits or [name for name in names if type(module.get_submodule(name)).__name__ == leaf]
         if not hits:
             what = f"leaves: nothing below this module is {leaf!r}"
             remedy = f"a class, a path or a regular expression; there are: {', '.join(names)}"

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 # Live calls of a module's whole forward, by what was put around it; ``covered_by`` tells which module that is.
 WRAPS = ("recompute", "fork_rng", "sync")
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """Describes one operation of a traced module to a function that chooses among them.
+
+    Attributes:
+        name: its name, as ``find`` returns it: ``mlp.act_fn.silu``.
+        op: ``call_module`` for a module that stays a call, ``call_function`` for an operator.
+        target: path of that module, from the traced one; or the operator, e.g. ``torch.ops.aten.silu.default``.
+        operation: name of the operator without types: ``silu``; ``call`` for a module.
+        module: path, from the traced module, of the module whose code runs it; empty for the traced one.
+        args: names of what it reads: operations, parameters and inputs; other values as they are.
+    """
+
+    name: str
+    op: str
+    target: Any
+    operation: str
+    module: str
+    args: tuple[Any, ...]
+
+
+def graph_nodes(names: Mapping[str, fx.Node], inputs: Mapping[str, fx.Node]) -> list[GraphNode]:
+    """Returns a description of each operation of a graph, in their order."""
+    known = {node: name for name, node in [*inputs.items(), *names.items()]}
+
+    def described(name: str, node: fx.Node) -> GraphNode:
+        live = "opaque" in node.meta
+        args = fx.map_arg(node.args, lambda argument: known.get(argument, argument.name))
+        module = name.rpartition(".")[0]
+        op, target = ("call_module", name) if live else ("call_function", node.target)
+        return GraphNode(name, op, target, operation(node), module, args)
+
+    return [described(name, node) for name, node in names.items()]
 
 
 def operation(node: fx.Node) -> str:

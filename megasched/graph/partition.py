@@ -44,12 +44,14 @@ class Edit:
         make: takes the part, returns the function that runs in its place.
         source: ``file:line`` of the call.
         inlined: ``make`` looks inside, so that the part must have no live calls.
+        title: name of the call in the graph's code; empty for any.
     """
 
     subgraph: Subgraph
     make: Callable[[ExtractedSubgraph], Callable[..., Any]]
     source: str = ""
     inlined: bool = False
+    title: str = ""
     kept: dict[str, Any] = field(default_factory=dict)
 
 
@@ -152,7 +154,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
         inputs = _in_order(graph, edit, part, inputs, path)
     known = replace(edit.subgraph, inputs=_names_of(graph, inputs))
     run = edit.make(ExtractedSubgraph(part, known, edit.kept))
-    now = _put(module, members, inputs, outputs, _checked(run, outputs, path, edit.source))
+    now = _put(module, members, inputs, outputs, _checked(run, outputs, path, edit))
     _name_again(graph, edit.subgraph.nodes, {**idle, **now})
 
 
@@ -191,8 +193,8 @@ def _in_order(
     return tuple(order)  # type: ignore[arg-type]  # none is missing: the inputs are all
 
 
-def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, source: str) -> Callable[..., Any]:
-    """Returns ``run`` with a check, at the first call, that its results have the shapes of the part's."""
+def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, edit: Edit) -> Callable[..., Any]:
+    """Returns ``run``, named as asked, with a check at the first call: results have the shapes of the part's."""
     wanted = [tuple(node.meta["val"].shape) for node in outputs]
     told = False
 
@@ -203,10 +205,11 @@ def _checked(run: Callable[..., Any], outputs: Sequence[fx.Node], path: str, sou
             found = [tuple(t.shape) for t in (result if isinstance(result, tuple | list) else (result,))]
             if found != wanted:
                 what = f"what runs in the sub-graph's place returns shapes {found}, the sub-graph {wanted}"
-                raise ScheduleError(Problem(what, path, source, "return what the sub-graph returns"))
+                raise ScheduleError(Problem(what, path, edit.source, "return what the sub-graph returns"))
             told = True
         return result
 
+    checked.__name__ = checked.__qualname__ = edit.title or "checked"
     return checked
 
 

@@ -6,6 +6,7 @@ They are registered as third parties' are: the entry point group ``megasched.pri
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from megasched.graph.naming import GraphNode
     from megasched.graph.patterns import Pattern
 
 
@@ -45,9 +47,12 @@ class Trace(_MakesGraph):
     """Makes a static graph of this one module, for ``find``, ``fuse``, and partial ``replace`` and ``checkpoint``.
 
     Parameters:
-        leaves: submodules that stay calls: paths below this module, globs, regular expressions, or classes.
-        flatten: look into submodules; otherwise each child stays a call.
+        leaves: submodules that stay calls: paths below this module, globs, regular expressions, classes or their
+            names.
+        flatten: look into submodules, as is the default; otherwise each child stays a call.
         inputs: example tensors by parameter, for a module that a trial call of the model does not reach.
+        recursive: False is Slapo's spelling of ``flatten=False``; True of the default.
+        leaf_modules: another name of ``leaves``, which is Slapo's.
 
     Linears, embeddings and attention always stay calls, of what stands there when the model runs. Paths,
     parameter names and state-dict keys stay. A module that can't be traced is refused at this line.
@@ -56,22 +61,34 @@ class Trace(_MakesGraph):
     """
 
     name = "trace"
+    instead = {  # noqa: RUF012
+        "concrete_args": "leave it out: the graph is of the call that the model makes, with its arguments",
+        "tracer": "leave it out: torch.export makes the graph",
+    }
 
     def record(
         self,
         node: Node,
         leaves: Sequence[str | type[nn.Module]] = (),
-        flatten: bool = True,
+        flatten: bool | None = None,
         inputs: Mapping[str, torch.Tensor] | None = None,
+        *,
+        recursive: bool | None = None,
+        leaf_modules: Sequence[str | type[nn.Module]] = (),
     ) -> Mapping[str, Any]:
         from megasched.graph.definition_graphs import chosen_leaves, shapes_of, standing_leaves, trial_of
 
-        chosen = set(chosen_leaves(node.mod, leaves, node.path))
-        if not flatten:
+        if recursive and flatten is False:
+            what = "trace: recursive=True with flatten=False asks for a graph of each child, too"
+            remedy = "leave both out, and one graph looks into the children; or call trace on each that you mean"
+            raise ScheduleError(Problem(what, node.path, caller_source(), remedy))
+        into = recursive is not False if flatten is None else flatten
+        chosen = set(chosen_leaves(node.mod, [*leaves, *leaf_modules], node.path))
+        if not into:
             chosen |= {name for name, _ in node.mod.named_children()}
         shapes = shapes_of(inputs)
         trial_of(node).trace(node.path, frozenset(chosen | standing_leaves(node.mod)), shapes)
-        return {"leaves": tuple(sorted(chosen)), "flatten": flatten, "inputs": shapes}
+        return {"leaves": tuple(sorted(chosen)), "flatten": into, "inputs": shapes}
 
 
 @register_primitive
@@ -109,7 +126,8 @@ class Find(Primitive):
 
     Parameters:
         what: a regular expression that matches whole names of operations (each its own sub-graph; join them
-            with ``|``); or a pattern: a function of tensors, a module, or one of ``megasched.graph.patterns``.
+            with ``|``); a pattern: a function of tensors, a module, or one of ``megasched.graph.patterns``; or a
+            function of one ``node``, as in ``find_node``.
         missing_ok: return an empty list where nothing matches, which is an error otherwise.
         examples: parameter of a pattern -> shape of an example, where [b, s, h] does not fit.
 
@@ -117,36 +135,93 @@ class Find(Primitive):
     """
 
     name = "find"
+    aliases = ("find_subgraph",)
     leaves_record = False
     phase = "graph"
+    instead = {"regex_or_pattern_fn": "here it is called what", "pattern_fn": "here it is called what"}  # noqa: RUF012
 
     def record(
         self,
         node: Node,
-        what: str | Callable[..., torch.Tensor] | nn.Module | Pattern,
+        what: str | Callable[..., torch.Tensor | bool] | nn.Module | Pattern,
         missing_ok: bool = False,
         examples: Mapping[str, Any] | None = None,
     ) -> list[Subgraph]:  # type: ignore[override]
         from megasched.graph.definition_graphs import graph_of
         from megasched.graph.patterns import as_pattern
 
-        graph = graph_of(node)
+        if isinstance(what, str) or _chooses_nodes(what):
+            return _find_nodes(node, what, missing_ok)
+        pattern = as_pattern(what, examples)
+        found = pattern.find(graph_of(node), node.path)
+        return _found_or_refused(node, found, pattern.name or "the pattern", missing_ok)
+
+
+@register_primitive
+class FindNode(Primitive):
+    """Single operations of a traced module, each as a sub-graph, in a list; it leaves no record.
+
+    Parameters:
+        what: a regular expression that matches whole names; or a function that takes a node and returns whether
+            it is meant. A node has a ``name``, an ``op`` (``call_module`` or ``call_function``), a ``target`` (the
+            path of that module, or torch's operator), an ``operation`` (``silu``), a ``module`` (whose code runs
+            it) and ``args`` (names of what it reads).
+        missing_ok: return an empty list where nothing matches, which is an error otherwise.
+
+    Example: ``mlp.find_node(lambda node: node.operation == "silu")``
+    """
+
+    name = "find_node"
+    leaves_record = False
+    phase = "graph"
+    instead = Find.instead
+
+    def record(
+        self, node: Node, what: str | Callable[[GraphNode], bool], missing_ok: bool = False
+    ) -> list[Subgraph]:  # type: ignore[override]
+        return _find_nodes(node, what, missing_ok)
+
+
+def _chooses_nodes(what: Any) -> bool:
+    """Returns whether a function chooses among nodes: its one parameter is called so. A pattern's are tensors."""
+    return inspect.isfunction(what) and list(inspect.signature(what).parameters) == ["node"]
+
+
+def _find_nodes(node: Node, what: Any, missing_ok: bool) -> list[Subgraph]:
+    """Returns the operations whose names match a regular expression, or that a function chooses."""
+    from megasched.graph.definition_graphs import graph_of
+    from megasched.graph.naming import graph_nodes
+
+    graph, hint = graph_of(node), ""
+    try:
         if isinstance(what, str):
-            try:
-                found = [Subgraph(node.path, (name,)) for name in graph.names if re.fullmatch(what, name)]
-            except re.error as error:
-                problem = Problem(f"find: {what!r} is no regular expression: {error}", node.path, caller_source())
-                raise ScheduleError(problem) from error
-            title = repr(what)
-        else:
-            pattern = as_pattern(what, examples)
-            found, title = pattern.find(graph, node.path), pattern.name or "the pattern"
-        if not found and not missing_ok:
-            near = difflib.get_close_matches(what, graph.names, n=3) if isinstance(what, str) else []
+            names, title = [name for name in graph.names if re.fullmatch(what, name)], repr(what)
+            near = difflib.get_close_matches(what, graph.names, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
-            remedy = f"{hint}its operations are: {', '.join(graph.names)}"
-            raise ScheduleError(Problem(f"find: nothing matches {title}", node.path, caller_source(), remedy))
-        return found
+        else:
+            names = [each.name for each in graph_nodes(graph.names, graph.inputs) if what(each)]
+            title = "the function"
+            hint = "a node's op is call_module or call_function, its target a path or an operator of torch.ops; "
+    except re.error as error:
+        problem = Problem(f"find: {what!r} is no regular expression: {error}", node.path, caller_source())
+        raise ScheduleError(problem) from error
+    except Exception as error:  # of a function of the user's
+        problem = f"find: the function raised {type(error).__name__}: {error}"
+        remedy = "a node has name, op, target, operation, module and args"
+        raise ScheduleError(Problem(problem, node.path, caller_source(), remedy)) from error
+    return _found_or_refused(node, [Subgraph(node.path, (name,)) for name in names], title, missing_ok, hint)
+
+
+def _found_or_refused(
+    node: Node, found: list[Subgraph], title: str, missing_ok: bool, hint: str = ""
+) -> list[Subgraph]:
+    """Returns what was found; raises ScheduleError where that is nothing and may not be."""
+    from megasched.graph.definition_graphs import graph_of
+
+    if not found and not missing_ok:
+        remedy = f"{hint}its operations are: {', '.join(graph_of(node).names)}"
+        raise ScheduleError(Problem(f"find: nothing matches {title}", node.path, caller_source(), remedy))
+    return found
 
 
 @register_primitive
@@ -156,7 +231,9 @@ class Fuse(Primitive):
     Parameters:
         subgraph: one that ``find`` returned.
         compiler: ``inductor`` (torch.compile), ``megatron`` (megatron-core's fused functions, for ready patterns),
-            ``te`` (Transformer Engine), or one that is registered (``megasched.register_compiler``).
+            ``te`` (Transformer Engine), or one that is registered (``megasched.register_compiler``). Slapo's
+            ``TorchScript``, which torch has given up, stands for ``inductor``.
+        name: of the call in the code of the graph.
 
     Example: ``mlp.fuse(mlp.find(patterns.swiglu)[0], compiler="megatron")``
     """
@@ -167,16 +244,23 @@ class Fuse(Primitive):
     inlines_subgraph = True
 
     def record(
-        self, node: Node, subgraph: Subgraph | Mapping[str, Any], compiler: str = "inductor"
+        self,
+        node: Node,
+        subgraph: Subgraph | Sequence[Subgraph] | Mapping[str, Any],
+        compiler: str = "inductor",
+        name: str = "",
     ) -> Mapping[str, Any]:
         from megasched.graph.compilers import get_compiler
         from megasched.graph.edits import record_subgraph
 
         data = record_subgraph(self, node, subgraph)
+        compiler = "inductor" if compiler == "TorchScript" else compiler
         refused = get_compiler(compiler).refuse(Subgraph(node.path, **data))
+        if name and not name.isidentifier():
+            refused = f"{name!r} is no name in the code of a graph: letters, digits and _ are"
         if refused:
             raise ScheduleError(Problem(f"fuse: {refused}", node.path, caller_source()))
-        return {"subgraph": data, "compiler": compiler}
+        return {"subgraph": data, "compiler": compiler} | ({"name": name} if name else {})
 
 
 @register_primitive

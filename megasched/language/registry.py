@@ -7,14 +7,15 @@ importing the module named there registers the primitives that it defines.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
-from megasched.errors import ConfigError, Problem
-from megasched.language.records import Record
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language.records import Record, caller_source
 
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import ParallelDims
@@ -55,6 +56,10 @@ class Node(Protocol):
     def role(self, name: str) -> Iterable[Node]: ...
     def children(self) -> Iterable[Node]: ...
     def below(self) -> Mapping[str, Node]: ...
+    @property
+    def child(self) -> Mapping[str, Node]: ...
+    def named_schedules(self, prefix: str = "") -> Iterable[tuple[str, Node]]: ...
+    def get_module(self, name: str) -> Any: ...
 
 
 class Primitive:
@@ -85,6 +90,7 @@ class Primitive:
         runs_code_again: the module's code may run more often than its model is called.
         chooses_trained: the records decide which parameters are trained.
         shown_by_effect: ``megasched show`` prints the effect on the module, and need not name the call.
+        instead: arguments that Slapo's primitive of this name takes and this one does not -> what to do instead.
     """
 
     name: ClassVar[str]
@@ -103,9 +109,13 @@ class Primitive:
     runs_code_again: ClassVar[bool] = False
     chooses_trained: ClassVar[bool] = False
     shown_by_effect: ClassVar[bool] = False
+    instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
-    def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Returns the arguments to keep, by name; it changes nothing and does nothing expensive."""
+    def record(self, node: Node, *args: Any, **kwargs: Any) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        """Returns the arguments to keep, by name; it changes nothing and does nothing expensive.
+
+        A call that stands for several returns the arguments of each, and leaves as many records.
+        """
         raise NotImplementedError(f"primitive {self.name} defines no record()")
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
@@ -123,14 +133,23 @@ _PRIMITIVES: dict[str, Primitive] = {}
 _LOWERINGS: dict[str, Lowering] = {}
 
 
-def register_primitive[P: type[Primitive]](cls: P) -> P:
+@overload
+def register_primitive[P: type[Primitive]](cls: P) -> P: ...
+@overload
+def register_primitive[P: type[Primitive]](cls: None = None) -> Callable[[P], P]: ...
+def register_primitive(cls: type[Primitive] | None = None) -> Any:
     """Registers a primitive class, so that it is callable on every schedule under its name and aliases.
 
-    A file that runs again (a schedule file) may register its classes again.
+    A decorator, with parentheses or without. A file that runs again (a schedule file) may register its classes
+    again.
 
     Raises:
-        ConfigError: another class has the name, or a schedule has a method or attribute of this name.
+        ConfigError: another class has the name, a schedule has a method or attribute of this name, or the class is
+            no primitive.
     """
+    if cls is None:
+        return register_primitive
+    _refuse_other_form(cls)
     names = (cls.name, *cls.aliases)
     for name in names:
         if name in RESERVED or name.startswith("_"):
@@ -146,6 +165,16 @@ def register_primitive[P: type[Primitive]](cls: P) -> P:
             )
     _PRIMITIVES.update(dict.fromkeys(names, instance))
     return cls
+
+
+def _refuse_other_form(cls: type) -> None:
+    """Raises ConfigError for a class that is no primitive, or has the form of Slapo's."""
+    if not (isinstance(cls, type) and issubclass(cls, Primitive) and isinstance(getattr(cls, "name", None), str)):
+        raise ConfigError(
+            f"{cls!r} is no primitive: one is a subclass of megasched.Primitive with a string name; its record() "
+            "returns what a call keeps, and a function under @megasched.register_lowering(name) carries that out "
+            "on the module"
+        )
 
 
 def register_lowering(primitive: str) -> Callable[[Lowering], Lowering]:
@@ -217,6 +246,20 @@ def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, A
     """
     _load_entry_points()
     return _SUBGRAPH_RULES[0].record(primitive, node, value)
+
+
+def check_arguments(primitive: Primitive, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Compares the arguments of a call with those that the primitive takes.
+
+    Raises:
+        ScheduleError: it does not take them; says what to do instead of an argument of Slapo's.
+    """
+    try:
+        inspect.signature(primitive.record).bind(node, *args, **kwargs)
+    except TypeError as error:
+        instead = [f"{name}: {primitive.instead[name]}" for name in kwargs if name in primitive.instead]
+        remedy = "; ".join(instead) or call_of(primitive)
+        raise ScheduleError(Problem(f"{primitive.name}: {error}", node.path, caller_source(), remedy)) from error
 
 
 def check_call(node: Node, record: Record) -> list[Problem]:

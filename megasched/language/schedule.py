@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from megasched.errors import Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record, caller_source
-from megasched.language.registry import get_primitive, has_primitive
+from megasched.language.registry import Primitive, check_arguments, get_primitive, has_primitive
 from megasched.language.roles import Roles
 
 if TYPE_CHECKING:
@@ -142,6 +142,37 @@ class Schedule(PrimitiveCalls):
                 found[name] = node
         return found
 
+    @property
+    def child(self) -> dict[str, Schedule]:
+        """Returns the schedules of the child modules by name; those in a ``ModuleList`` as ``layers.0``."""
+        found: dict[str, Schedule] = {}
+        for name, module in self.mod.named_children():
+            if any(base.__name__ == "ModuleList" for base in type(module).__mro__):
+                found |= {
+                    f"{name}.{index}": self._child(f"{name}.{index}") for index, _ in module.named_children()
+                }
+            else:
+                found[name] = self._child(name)
+        return found
+
+    def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Schedule]]:
+        """Yields this schedule and all below it, children before their siblings, each with its name.
+
+        Args:
+            prefix: name of this one; the others have it in front.
+        """
+        yield prefix, self
+        for name, node in self.child.items():
+            yield from node.named_schedules(f"{prefix}.{name}" if prefix else name)
+
+    def get_module(self, name: str) -> nn.Module:
+        """Returns the module of the definition at this path below; this one itself for an empty path.
+
+        Raises:
+            ScheduleError: there is none.
+        """
+        return self[name].mod if name else self.mod
+
     def __iter__(self) -> Iterator[Schedule]:
         return iter(self.children())
 
@@ -179,10 +210,11 @@ class Schedule(PrimitiveCalls):
         primitive = get_primitive(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            arguments = primitive.record(self, *args, **kwargs)
+            check_arguments(primitive, self, args, kwargs)
+            kept = primitive.record(self, *args, **kwargs)
             if not primitive.leaves_record:
-                return arguments
-            self.records.append(Record(primitive.name, self.path, arguments, caller_source()))
+                return kept
+            self.records.extend(_records(primitive, self.path, kept, caller_source()))
             return self
 
         call.__doc__ = primitive.__doc__
@@ -238,6 +270,14 @@ def matches_glob(pattern: Sequence[str], names: Sequence[str]) -> bool:
     if pattern[0] == "**":
         return any(matches_glob(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
     return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and matches_glob(pattern[1:], names[1:])
+
+
+def _records(
+    primitive: Primitive, path: str, kept: Mapping[str, Any] | Sequence[Mapping[str, Any]], source: str
+) -> list[Record]:
+    """Returns the records of one call, of which ``record`` has returned ``kept``."""
+    several = [kept] if isinstance(kept, Mapping) else kept
+    return [Record(primitive.name, path, arguments, source) for arguments in several]
 
 
 def _must_be_primitive(name: str) -> None:
@@ -326,5 +366,5 @@ def replay(records: Sequence[Record], schedule: Schedule) -> None:
     for record in records:
         node = schedule.root[record.path] if record.path else schedule.root
         primitive = get_primitive(record.primitive)
-        arguments = primitive.record(node, **record.arguments)
-        schedule.records.append(Record(record.primitive, node.path, arguments, record.source))
+        kept = primitive.record(node, **record.arguments)
+        schedule.records.extend(_records(primitive, node.path, kept, record.source))

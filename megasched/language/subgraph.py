@@ -59,14 +59,18 @@ class Subgraph:
         return {name: value for name, value in every.items() if value}
 
 
-def as_subgraph(value: Subgraph | Mapping[str, Any], path: str, primitive: str) -> Subgraph:
+def as_subgraph(value: Subgraph | Sequence[Subgraph] | Mapping[str, Any], path: str, primitive: str) -> Subgraph:
     """Checks and returns the sub-graph passed to a primitive, found by ``find`` or read from a record.
+
+    A list that holds a single one stands for that one.
 
     Raises:
         ScheduleError: it is part of another module, has no operations, or is no sub-graph at all.
     """
     if isinstance(value, Mapping):
         value = Subgraph(path, **value)
+    elif isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, Subgraph):
         given = "a list of them" if isinstance(value, Sequence) and not isinstance(value, str) else repr(value)
         remedy = "give one Subgraph, as sch[...].find(...) returns them in a list; join several with |"

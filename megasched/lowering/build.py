@@ -18,6 +18,7 @@ from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.records import caller_source
 from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, current_layout
 from megasched.language.schedule_file import apply_schedule as call_schedule
@@ -54,14 +55,26 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
     return _placements[model]
 
 
-def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles: Roles | None = None) -> Schedule:
+def create_schedule(
+    model: nn.Module,
+    layout: ParallelDims | None = None,
+    roles: Roles | None = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> Schedule:
     """Creates an empty schedule of any ``nn.Module``; the model is not changed before ``build``.
 
     Args:
         model: an HF model or any other, with real weights or with weights deferred by ``init_empty_weights``.
         layout: how the job is spread; by default the sizes of Megatron's process groups in this process.
         roles: roles of its modules; by default those of an HF model that a run of Megatron's trainer would find.
+        group: the ranks over which ``shard`` cuts, if you want to name them: Megatron's tensor-parallel group.
+
+    Raises:
+        ScheduleError: ``group`` holds other ranks than Megatron's tensor-parallel group in this process.
     """
+    if group is not None:
+        _refuse_other_ranks(group)
     layout = layout or current_layout()
     return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
 
@@ -126,6 +139,22 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
+
+
+def _refuse_other_ranks(group: ProcessGroup) -> None:
+    """Raises ScheduleError where a process group is not Megatron's tensor-parallel one; groups of one rank are."""
+    from megatron.core import parallel_state
+
+    asked = torch.distributed.get_process_group_ranks(group)
+    there = parallel_state.model_parallel_is_initialized()
+    tp_group = parallel_state.get_tensor_model_parallel_group() if there else None
+    ranks = torch.distributed.get_process_group_ranks(tp_group) if there else [torch.distributed.get_rank()]
+    if asked == ranks:
+        return
+    has = f"Megatron's tensor-parallel group here has {ranks}" if there else "Megatron has no groups here yet"
+    make = f"parallel_state.initialize_model_parallel(tensor_model_parallel_size={len(asked)})"
+    remedy = f"megatron.core.{make} makes such a group of neighbours; group can then be left out"
+    raise ScheduleError(Problem(f"group has the ranks {asked}, and {has}", source=caller_source(), remedy=remedy))
 
 
 def _check_place(schedule: Schedule) -> None:

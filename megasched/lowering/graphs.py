@@ -97,7 +97,8 @@ def _decompose(model: nn.Module, path: str, record: Record) -> bool:
 def _edit(record: Record, traced: TracedModule) -> Edit:
     subgraph = Subgraph(record.path, **record.arguments["subgraph"])
     if record.primitive == "fuse":
-        return Edit(subgraph, get_compiler(record.arguments["compiler"]).make, record.source, inlined=True)
+        make, title = get_compiler(record.arguments["compiler"]).make, record.arguments.get("name", "")
+        return Edit(subgraph, make, record.source, inlined=True, title=title)
     if record.primitive == "checkpoint":
         return Edit(subgraph, partial(_recomputed, traced.root), record.source)
     if record.primitive == "replace":

@@ -6,6 +6,7 @@ module.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.errors import Problem, ScheduleError
 from megasched.graph import opaque
+from megasched.language.primitives.sync import is_hook
 from megasched.language.records import Record
 from megasched.language.registry import register_lowering
 from megasched.layers.build_context import BuildContext
@@ -23,8 +26,48 @@ from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
 
 @register_lowering("checkpoint")
 def _checkpoint(module: nn.Module, record: Record, context: BuildContext) -> None:
-    if "subgraph" not in record.arguments:  # a part of a module is done in its graph (graphs.py)
-        recompute_module(module, record.path)
+    if "subgraph" in record.arguments:  # a part of a module is done in its graph (graphs.py)
+        return
+    recompute_module(module, record.path)
+    if "order_args_fn" in record.arguments:
+        wrap_forward(module, partial(_in_the_same_order, module, record))
+
+
+def _in_the_same_order(module: nn.Module, record: Record, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that refuses a call of which ``order_args_fn`` loses or changes an argument."""
+    order, takes = record.arguments["order_args_fn"], inspect.signature(type(module).forward)
+
+    def values(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = takes.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given, asked = values(*args, **kwargs), order(*args, **kwargs)
+        try:
+            ordered = values(*asked)
+            other = [name for name, value in given.items() if not _same(value, ordered[name])]
+        except TypeError as error:  # as many as the forward does not take
+            other = [f"arguments ({error})"]
+        if other:
+            what = f"checkpoint: order_args_fn loses or changes {', '.join(other)}, which the parent gives"
+            remedy = "leave it out: here arguments arrive as the parent gives them, by name or by position"
+            raise ScheduleError(Problem(what, record.path, record.source, remedy))
+        return forward(*args, **kwargs)
+
+    return checked
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Returns whether two arguments are one; plain data and collections of such are if they are equal."""
+    if isinstance(one, dict | list | tuple):
+        if type(one) is not type(other) or len(one) != len(other):
+            return False
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return all(map(_same, one, other))
+    plain = bool | int | float | str | None
+    return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
 
 
 @register_lowering("fork_rng")
@@ -39,12 +82,17 @@ def _annotate(module: nn.Module, record: Record, context: BuildContext) -> None:
 
 @register_lowering("hook")
 def _hook(module: nn.Module, record: Record, context: BuildContext) -> None:
+    _register(module, record.arguments["mode"], record.arguments["fn"])
+
+
+def _register(module: nn.Module, mode: str, function: Callable[..., Any]) -> None:
+    """Registers a hook; the modes of ``hook`` and those of ``sync`` are the same three."""
     register = {
         "fw_pre": module.register_forward_pre_hook,
         "fw_post": module.register_forward_hook,
         "bw_post": module.register_full_backward_hook,
-    }[record.arguments["mode"]]
-    register(record.arguments["fn"])
+    }[mode.replace("fwd", "fw").replace("bwd", "bw")]
+    register(function)
 
 
 @register_lowering("sync")
@@ -52,7 +100,11 @@ def _sync(module: nn.Module, record: Record, context: BuildContext) -> None:
     """Wraps a module in the collective of a ``sync``; the layer of a sharded module communicates by itself."""
     if record.path in context.plan.cuts or context.size == 1:
         return
-    mode, operation = record.arguments["mode"], _operation(record, context)
+    mode, op = record.arguments["mode"], record.arguments["op"]
+    if callable(op) and is_hook(mode, op):
+        _register(module, mode, op)
+        return
+    operation = _along(record.arguments.get("axis", -1), _operation(record, context))
 
     def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
         def synced(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +121,13 @@ def _sync(module: nn.Module, record: Record, context: BuildContext) -> None:
         return partial(opaque.call, "sync", synced)  # a graph of a module around it would lose its backward
 
     wrap_forward(module, wrapper)
+
+
+def _along(axis: int, operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the operation along this dimension of one that works along the last."""
+    if axis == -1:
+        return operation
+    return lambda x: operation(x.transpose(axis, -1)).transpose(axis, -1)
 
 
 def _operation(record: Record, context: BuildContext) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,6 +17,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive, records_where
 from megasched.language.schedule import Schedule
+from megasched.language.signatures import takes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -124,9 +125,14 @@ def _replace_one(
 
 def _make(old: nn.Module, model: nn.Module, path: str, record: Record) -> tuple[nn.Module | None, list[Problem]]:
     """Returns the new module, or None and why there is none."""
-    factory: nn.Module | Callable[[nn.Module], Any] = record.arguments["factory"]
+    factory: nn.Module | Callable[..., Any] = record.arguments["factory"]
     try:
-        new = factory if isinstance(factory, nn.Module) else factory(old)
+        if isinstance(factory, nn.Module):
+            new: Any = factory
+        elif takes(factory, 1):
+            new = factory(old)
+        else:  # of Slapo's form
+            new = factory(path.removeprefix(record.path).removeprefix("."), old)
     except Exception as error:
         what = f"the factory raised {type(error).__name__}: {error}"
         return None, [Problem(what, path, record.source)]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megasched.analysis.tp.facts import Region
 from megasched.errors import Problem
+from megasched.language.primitives.sync import ALONG_AN_AXIS
+from megasched.language.records import Record
 from megasched.plan.plan import Plan
+
+# How a module is cut, where it communicates, and the collective there, if that is along the sequence: [b, s, h].
+_OF_SEQUENCES = (
+    ("column", "fwd_pre", "all_gather"),
+    ("column", "bwd_post", "reduce_scatter"),
+    ("row", "fwd_post", "reduce_scatter"),
+)
 
 
 def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
@@ -31,23 +42,55 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
     return {"fwd_pre": None, "fwd_post": "all_reduce" if cut == "vocab" else None, "bwd_post": None}
 
 
-def check_syncs(plan: Plan) -> list[Problem]:
-    """Returns a problem for each ``sync`` on a sharded module that contradicts the derived collective."""
+def check_syncs(plan: Plan, dims: Callable[[str], int | None]) -> list[Problem]:
+    """Returns a problem for each ``sync`` that contradicts the derived collective or its axis.
+
+    Args:
+        dims: maps the path of a module to how many dimensions its output has; None where that is not known.
+    """
     problems = []
     for record in plan.records_of("sync"):
-        if record.path not in plan.cuts:
-            continue
-        mode, op = record.arguments["mode"], record.arguments["op"]
-        expected = derived_syncs(plan, record.path)[mode]
-        if op == expected:
-            continue
+        refusal = _refusal(plan, record, dims) if record.path in plan.cuts else _twice(plan, record)
+        if refusal is not None:
+            problems.append(Problem(refusal[0], record.path, record.source, refusal[1]))
+    return problems
+
+
+def _refusal(plan: Plan, record: Record, dims: Callable[[str], int | None]) -> tuple[str, str] | None:
+    """Returns what is wrong with a ``sync`` on a sharded module, and what would be right; None if it is right."""
+    mode, op, cut = record.arguments["mode"], record.arguments["op"], plan.cuts[record.path]
+    expected = derived_syncs(plan, record.path)[mode]
+    if op != expected:
         asked = op if isinstance(op, str) else getattr(op, "__name__", "a function")
-        cut = plan.cuts[record.path]
         what = f"sync({mode!r}, {asked!r}) contradicts the placement: a {cut}-sharded module here "
         what += f"needs {expected} at {mode}" if expected else f"sends nothing at {mode}"
         remedy = "leave the call out: what must be sent follows from the shards"
-        problems.append(Problem(what, record.path, record.source, remedy))
-    return problems
+        if callable(op):
+            remedy += "; what else the function does belongs into hook()"
+        elif not plan.layout.sp and (cut, mode, op) in _OF_SEQUENCES:
+            remedy += ", and --sequence-parallel alone cuts sequences"
+        return what, remedy
+    if "axis" not in record.arguments:
+        return None
+    axis, count, of_sequence = record.arguments["axis"], dims(record.path), (cut, mode, op) in _OF_SEQUENCES
+    right = {1, 1 - count if count else 1} if of_sequence else {-1, count - 1 if count else -1}
+    if axis in right:
+        return None
+    shape = f", and its output has {count} dimensions" if count else ""
+    what = f"sync({mode!r}, {op!r}, axis={axis}): this module sends along the "
+    what += f"{'sequence' if of_sequence else 'features'}{shape}"
+    return what, f"axis={1 if of_sequence else -1}, or no axis"
+
+
+def _twice(plan: Plan, record: Record) -> tuple[str, str] | None:
+    """Returns what is wrong with a ``sync`` of sequences that sequence parallelism cuts and gathers itself."""
+    op, axis = record.arguments["op"], record.arguments.get("axis", -1)
+    if not plan.layout.sp or op not in ALONG_AN_AXIS or axis == -1:
+        return None
+    what = (
+        f"sync({record.arguments['mode']!r}, {op!r}, axis={axis}) under --sequence-parallel, which cuts sequences "
+    )
+    return what + "before the first layer and gathers them after the last", "leave the call out"
 
 
 def shared_regions(plan: Plan) -> dict[str, Region]:

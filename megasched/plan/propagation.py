@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.find_layer_stack import find_layer_stack
-from megasched.analysis.recording.meta_call import meta_copy, to_meta
+from megasched.analysis.recording.meta_call import meta_copy, tensors_in, to_meta
 from megasched.analysis.tp.facts import TpAssumptions
 from megasched.analysis.tp.replay import Rank
 from megasched.analysis.trials.choices import counterparts
@@ -58,7 +59,7 @@ def follow_cuts(
         if plan.cuts and inputs is None:
             tp_facts, problems = take_pairs(plan, model)
             plan = replace(plan, tp_facts=tp_facts)
-            return plan, problems + check_syncs(plan)
+            return plan, problems + check_syncs(plan, lambda path: None)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_where(lambda primitive: primitive.replaces_modules)):
             plan = _propagate(model, plan, inputs, causal_lm, runs, roles)
@@ -77,7 +78,15 @@ def follow_cuts(
     plan = replace(plan, placements=_with_partial_gradients(plan, like))
     of_tp = plan.tp_facts.problems if plan.layout.tp > 1 else []
     problems = [*problems, *of_tp, *check_sliced_args(plan), *_experts_read_elsewhere(plan)]
-    return plan, with_sources(plan, problems) + check_syncs(plan)
+    return plan, with_sources(plan, problems) + check_syncs(plan, partial(_dims_of, plan, model, inputs, runs))
+
+
+def _dims_of(
+    plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None, runs: AnalysisCache, path: str
+) -> int | None:
+    """Returns how many dimensions the output of a module has; None where no run has reached it."""
+    calls = () if inputs is None else runs.tape_of(model, inputs, plan.structure).calls()
+    return next((tensors_in(call.output)[0].dim() for call in calls if call.path == path), None)
 
 
 def _propagate(

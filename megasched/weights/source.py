@@ -116,10 +116,14 @@ def materialize(
         The definition itself.
 
     Raises:
-        CheckpointError: the source does not fit the definition.
+        CheckpointError: the source does not fit the definition, or a buffer of that is on the meta device.
     """
     import torch
 
+    computed = [name for name, buffer in definition.named_buffers() if buffer.is_meta]
+    if computed:
+        what = f"nothing computes buffers that are on the meta device: {some_of(computed)}"
+        raise CheckpointError(f"{what}; leave include_buffers out of init_empty_weights")
     canonical = canonical_names(definition)
     source.check(set(canonical.values()))
     filled: dict[str, torch.nn.Parameter] = {}

@@ -204,7 +204,7 @@ def test_subgraphs_that_can_not_be_one_part():
     assert "lies between" in refusal(sch["0"].checkpoint, up | down)
     assert "live calls" in refusal(sch["0"].fuse, act | drop | down)
     assert "not of this module" in refusal(sch.fuse, act)
-    assert "not a list" in refusal(sch["0"].fuse, [act])
+    assert "not a list" in refusal(sch["0"].fuse, [act, drop])
     assert "no operation act.tanh" in refusal(sch["0"].fuse, Subgraph("0", ("act.tanh",)))
     assert "two modules" in refusal(lambda: act | Subgraph("1", ("act.gelu",)))
     sch["0"].fuse(act).checkpoint(act | drop)

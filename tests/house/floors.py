@@ -110,6 +110,7 @@ LATE: dict[str, str] = {
     "megasched/graph/primitives.py: megasched/graph/compilers.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/definition_graphs.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/edits.py": _LISTED,
+    "megasched/graph/primitives.py: megasched/graph/naming.py": _LISTED,
     "megasched/graph/primitives.py: megasched/graph/patterns.py": _LISTED,
     "megasched/cli/check/commands.py: megasched/cli/check/archs.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/cli/check/new_adapter.py": _COMMAND,

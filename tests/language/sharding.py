@@ -4,6 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import megasched
+from megasched import ParallelDims
+from megasched.plan.make import make_plan
 from tests.lowering.models import Mlp
 
 
@@ -271,3 +274,28 @@ class Sliced(nn.Module):
         gate, out = self.gate(x), torch.zeros(*x.shape[:2], 1)
         out[:, :2], out[:, 2:] = gate[:, :2], gate[:, 2:]
         return self.down(self.up(x) * out)
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.mlp = Mlp()
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, ids):
+        return self.head(self.mlp(self.embed(ids)))
+
+
+def shard_all(sch):
+    sch["embed"].shard("weight", axis=0)
+    sch["mlp.up"].shard("weight", axis=0)
+    sch["mlp.down"].shard("weight", axis=1)
+    sch["head"].shard("weight", axis=0)
+
+
+def planned(fill):
+    sch = megasched.create_schedule(Embedded(), ParallelDims(tensor_model_parallel_size=2))
+    shard_all(sch)
+    fill(sch)
+    return make_plan(sch, inputs={"ids": torch.zeros(1, 3, dtype=torch.long)})

@@ -230,3 +230,58 @@ def test_hf_layers_with_dropout_at_tp2(ranks):
 
 def test_a_schedule_of_no_layout_is_of_one_rank():
     assert megasched.create_schedule(Caller()).layout == ParallelDims()
+
+
+class Ordered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, scale, mask=None, power=2):
+        y = torch.tanh(self.linear(x)) * scale
+        return (y if mask is None else y * mask) ** power
+
+
+class Ordering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Ordered()
+
+    def forward(self, x):
+        return self.inner(x, mask=(x > 0).float(), scale=torch.linspace(1, 2, 8), power=3)
+
+
+def in_order(*args, **kwargs):
+    return (*args, kwargs["scale"], kwargs["mask"], kwargs["power"])
+
+
+def test_an_order_of_arguments_that_keeps_them_changes_nothing():
+    model, x = randomize(Ordering()), torch.linspace(-1, 1, 48).reshape(2, 3, 8)
+    want = backward(copy.deepcopy(model), x)
+    runs = []
+    built = build(model, lambda sch: sch["inner"].checkpoint(order_args_fn=in_order))
+    built.inner.linear.register_forward_hook(lambda *call: runs.append(1))
+    assert equal(backward(built, x), want)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "lost"),
+    [
+        (lambda x, **kwargs: (x, kwargs["scale"]), "mask, power"),
+        (lambda x, **kwargs: (x, kwargs["mask"], kwargs["scale"], 3), "scale, mask"),
+        (lambda x, **kwargs: (x, kwargs["scale"], kwargs["mask"], True), "power"),
+        (
+            lambda x, **kwargs: (x, kwargs["scale"], kwargs["mask"], 3, 4),
+            "arguments (too many positional arguments)",
+        ),
+    ],
+)
+def test_an_order_that_loses_an_argument_is_refused_with_the_line(order, lost):
+    fill = lambda sch: sch["inner"].checkpoint(order_args_fn=order)  # noqa: E731
+    model = build(randomize(Ordering()), fill)
+    with pytest.raises(megasched.ScheduleError) as raised:
+        model(torch.ones(1, 2, 8))
+    (problem,) = raised.value.problems
+    assert problem.what == f"checkpoint: order_args_fn loses or changes {lost}, which the parent gives"
+    assert (problem.module, problem.source) == ("inner", f"{__file__}:{fill.__code__.co_firstlineno}")

@@ -1,6 +1,7 @@
 """Replace_all: by class, role or regular expression, outermost first, not into what it has put there."""
 
 import pytest
+import torch
 from torch import nn
 
 import megasched
@@ -113,3 +114,48 @@ def test_no_match_is_an_error(model, what):
 def test_a_broken_regular_expression_says_so(model):
     with pytest.raises(ScheduleError, match=r"replace_all: '\(' is no regular expression"):
         build(model, lambda sch: sch.replace_all("(", lambda old: old))
+
+
+def by_path(path, old):
+    """Of Slapo's form; what the new module computes depends on where it stands."""
+    return nn.GELU(approximate="tanh" if path.startswith("0") else "none")
+
+
+def test_a_factory_that_takes_the_path_too(model):
+    x = torch.linspace(-2, 2, 8).reshape(2, 4)
+    want = nn.Sequential(
+        nn.Sequential(model[0][0], nn.GELU(approximate="tanh"), model[0][2]),
+        nn.Sequential(model[1][0], nn.GELU()),
+    )
+    want(x).square().sum().backward()
+    gradients = [parameter.grad for parameter in want.parameters()]
+    output = want(x)
+    want.zero_grad(set_to_none=True)
+    build(model, lambda sch: sch.replace_all(nn.ReLU, by_path))
+    model(x).square().sum().backward()
+    assert torch.equal(model(x), output)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_the_path_is_that_below_the_node(model):
+    paths = []
+
+    def noted(path, old):
+        paths.append(path)
+        return nn.GELU()
+
+    build(model, lambda sch: sch["0"].replace_all(nn.ReLU, noted))
+    build(model, lambda sch: sch.replace_all(nn.ReLU, noted))
+    assert paths == ["1", "1.1"]
+
+
+def test_a_factory_of_neither_form_says_so(model):
+    with pytest.raises(
+        ScheduleError, match=r"the factory raised TypeError: .*missing 1 required positional argument"
+    ):
+        build(model, lambda sch: sch.replace_all(nn.ReLU, lambda path, old, more: nn.GELU()))
+
+
+def test_other_arguments_of_slapos_are_refused_with_what_they_are_here(model):
+    with pytest.raises(ScheduleError, match="make_mod_fn: here it is called factory"):
+        build(model, lambda sch: sch.replace_all(nn.ReLU, make_mod_fn=by_path))

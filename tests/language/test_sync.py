@@ -6,9 +6,11 @@ from torch import nn
 
 import megasched
 from megasched import ParallelDims, ScheduleError
+from megasched.language.primitives.sync import ALONG_AN_AXIS
 from megasched.plan.communication import derived_syncs
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
+from tests.language.sharding import Embedded, planned, shard_all
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far
 
@@ -17,31 +19,6 @@ X = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
 
 def negated(gradient):
     return -gradient
-
-
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.mlp = Mlp()
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, ids):
-        return self.head(self.mlp(self.embed(ids)))
-
-
-def shard_all(sch):
-    sch["embed"].shard("weight", axis=0)
-    sch["mlp.up"].shard("weight", axis=0)
-    sch["mlp.down"].shard("weight", axis=1)
-    sch["head"].shard("weight", axis=0)
-
-
-def planned(fill):
-    sch = megasched.create_schedule(Embedded(), ParallelDims(tensor_model_parallel_size=2))
-    shard_all(sch)
-    fill(sch)
-    return make_plan(sch, inputs={"ids": torch.zeros(1, 3, dtype=torch.long)})
 
 
 DERIVED = {
@@ -146,20 +123,25 @@ def _here():
     return (torch.arange(8.0).reshape(2, 4) + 10 * rank).requires_grad_()
 
 
-def _carried_out():
-    """(mode, operation) -> output and gradient of a module that squares, and is not sharded."""
+def _carried_out(turned):
+    """(mode, operation) -> output and gradient of a module that squares, and is not sharded.
+
+    Turned round, the input is [4, 2], and what is along an axis is along the first.
+    """
     init_megatron(tp=2)
     found = {}
     for mode in ("fwd_pre", "fwd_post", "bwd_post"):
         for op in ("all_reduce", "all_gather", "reduce_scatter", "scatter", negated):
             model = nn.Sequential(Squared())
             sch = megasched.create_schedule(model)
-            sch["0"].sync(mode, op)
+            axis = {"axis": 0} if turned and op in ALONG_AN_AXIS else {}
+            sch["0"].sync(mode, sync_op_or_fn=op, **axis) if turned else sch["0"].sync(mode, op)
             megasched.build(sch)
-            x = _here()
+            x = _here().detach().t().contiguous().requires_grad_() if turned else _here()
             output = model(x)
             output.sum().backward()
-            found[mode, op if isinstance(op, str) else "function"] = (output, x.grad)
+            results = (output, x.grad) if not turned else (output.t(), x.grad.t())
+            found[mode, op if isinstance(op, str) else "function"] = results
     return found
 
 
@@ -195,8 +177,9 @@ def _expected(rank):
     }
 
 
-def test_on_an_unsharded_module_every_operation_is_carried_out(ranks):
-    for rank, found in enumerate(ranks.run(2, _carried_out)):
+@pytest.mark.parametrize("turned", [False, True])
+def test_on_an_unsharded_module_every_operation_is_carried_out(ranks, turned):
+    for rank, found in enumerate(ranks.run(2, _carried_out, turned)):
         expected = _expected(rank)
         assert found.keys() == expected.keys()
         for key, (output, gradient) in expected.items():

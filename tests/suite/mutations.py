@@ -164,8 +164,8 @@ MUTATIONS = {
     "contradicted_sync": Mutation(
         "a missing refusal: a sync that contradicts the placement",
         "megasched/plan/communication.py",
-        "        if op == expected:\n",
-        "        if op or expected is None:\n",
+        "    if op != expected:\n",
+        "    if not op and expected is not None:\n",
         ("tests/language/test_sync.py",),
     ),
     "overlap_with_shared": Mutation(

@@ -22,6 +22,7 @@ class Annotate(Primitive):
     """
 
     name = "annotate"
+    instead = {"param_name": "here it is called param"}  # noqa: RUF012
     survives_replacement = True
 
     def record(self, node: Node, param: str, key: str, value: Any) -> Mapping[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megasched.errors import Problem, ScheduleError
+from megasched.language.records import caller_source
 from megasched.language.registry import Node, Primitive, record_subgraph, register_primitive
 from megasched.language.subgraph import Subgraph
 
@@ -20,6 +22,9 @@ class Checkpoint(Primitive):
 
     Parameters:
         subgraph: of a traced module, as ``find`` returns it: only these operations are computed again.
+        order_args_fn: function of the module's arguments that returns them all by position, as Slapo needs it.
+            Here arguments arrive as the parent gives them; what the function returns is compared with them at each
+            call, and one that loses or changes an argument is refused.
 
     Example: ``sch["model.layers"][::2].checkpoint()`` recomputes every second layer.
     """
@@ -30,7 +35,16 @@ class Checkpoint(Primitive):
     runs_code_again = True
     shown_by_effect = True
 
-    def record(self, node: Node, subgraph: Subgraph | Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    def record(
+        self,
+        node: Node,
+        subgraph: Subgraph | Sequence[Subgraph] | Mapping[str, Any] | None = None,
+        *,
+        order_args_fn: Callable[..., Sequence[Any]] | None = None,
+    ) -> Mapping[str, Any]:
         if subgraph is None:
-            return {}
+            return {} if order_args_fn is None else {"order_args_fn": order_args_fn}
+        if order_args_fn is not None:
+            what = "checkpoint: a sub-graph has no arguments to order: it reads what its operations do"
+            raise ScheduleError(Problem(what, node.path, caller_source(), "leave order_args_fn out"))
         return {"subgraph": record_subgraph(self, node, subgraph)}

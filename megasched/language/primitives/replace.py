@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import Problem, ScheduleError
@@ -26,9 +26,10 @@ class Replace(Primitive):
             already because it wraps the old one. Every parameter of the new module must get a value, and every
             parameter and persistent buffer of the old one must be used.
         drop: old parameters and persistent buffers that the new module has no use for.
-        subgraph: of a traced module, as ``find`` returns it: only these operations are replaced. The factory is
-            a module without parameters, or gets the operations as a module and returns what to call instead; that
-            takes ``subgraph.inputs`` in their order, the parameters among them as tensors.
+        subgraph: of a traced module, as ``find`` returns it: only these operations are replaced. It may stand
+            second, in the place of ``weights``. The factory is a module without parameters, or gets the operations
+            as a module and returns what to call instead; that takes ``subgraph.inputs`` in their order, the
+            parameters among them as tensors.
 
     Persistent buffers of equal names are carried; hooks of both modules, ``requires_grad``, ties and annotations
     are kept. A module whose ``forward`` can't take the call that its parent makes is refused.
@@ -42,15 +43,23 @@ class Replace(Primitive):
     survives_replacement = True
     takes_subgraph = True
     shown_by_effect = True
+    instead = {  # noqa: RUF012
+        "new_mod_or_func": "here it is called factory",
+        "target_ops": "here it is called subgraph",
+        "name": "leave it out: a module keeps the name of the one that it replaces",
+        "concrete_args": "give a factory whose module or function has them already",
+    }
 
     def record(
         self,
         node: Node,
         factory: nn.Module | Callable[[nn.Module], nn.Module],
-        weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
+        weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | Subgraph | Sequence[Subgraph] | None = None,
         drop: tuple[str, ...] = (),
-        subgraph: Subgraph | Mapping[str, Any] | None = None,
+        subgraph: Subgraph | Sequence[Subgraph] | Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]:
+        if not isinstance(weights, Mapping | None):
+            subgraph, weights = subgraph or weights, None
         if subgraph is not None:
             if weights or drop:
                 what = "replace: a sub-graph has no weights of its own: it takes them as inputs"
@@ -66,7 +75,8 @@ class ReplaceAll(Primitive):
     Parameters:
         what: a module class (exactly this class), a role of the adapter (``norm.input``), or a regular
             expression that must match the whole path below this module.
-        factory: function that takes the old module and returns the new one.
+        factory: function that takes the old module, or its path below this one and the old module, and returns the
+            new one.
         weights, drop: as in ``replace``.
 
     Replacements are not searched again. No match is an error.
@@ -77,12 +87,16 @@ class ReplaceAll(Primitive):
     replaces_modules = True
     survives_replacement = True
     shown_by_effect = True
+    instead = {  # noqa: RUF012
+        "target_mod_type": "here it is called what",
+        "make_mod_fn": "here it is called factory",
+    }
 
     def record(
         self,
         node: Node,
         what: type[nn.Module] | str,
-        factory: Callable[[nn.Module], nn.Module],
+        factory: Callable[[nn.Module], nn.Module] | Callable[[str, nn.Module], nn.Module],
         weights: Mapping[str, str | Callable[[dict[str, Any]], Any]] | None = None,
         drop: tuple[str, ...] = (),
     ) -> Mapping[str, Any]:

@@ -15,7 +15,8 @@ class Shard(Primitive):
     """Cuts a parameter over the tensor-parallel group.
 
     Parameters:
-        param: name of the parameter in this module, e.g. ``weight``. A bias follows its weight.
+        param: name of the parameter in this module, e.g. ``weight``, or a list of names, each of which is cut. A
+            bias follows its weight, and need not be named.
         axis: axis of the HF tensor that is cut. A Linear's weight is [out, in]: axis 0 makes it a
             ``ColumnParallelLinear``, axis 1 a ``RowParallelLinear``. HF's Conv1D is [in, out]: the other way
             round. An embedding's axis 0 is the vocabulary; along axis 1 each rank has some of the features,
@@ -29,18 +30,18 @@ class Shard(Primitive):
     """
 
     name = "shard"
+    instead = {"tensor_name": "here it is called param"}  # noqa: RUF012
     phase = "plan"
     keeps_product = True
     inside_megatron_module = True
     shown_by_effect = True
 
     def record(
-        self, node: Node, param: str, axis: int, components: Sequence[int] | None = None
-    ) -> Mapping[str, Any]:
-        kept: dict[str, Any] = {"param": param, "axis": axis}
-        if components is not None:
-            kept["components"] = tuple(components)
-        return kept
+        self, node: Node, param: str | Sequence[str], axis: int, components: Sequence[int] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        names = [param] if isinstance(param, str) else param
+        more = {} if components is None else {"components": tuple(components)}
+        return [{"param": name, "axis": axis, **more} for name in names]
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         problems = missing_parameter(node, arguments["param"], source)
