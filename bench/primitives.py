@@ -62,6 +62,7 @@ CASES: dict[str, Calls] = {
     "checkpoint": _twice("self_attn mlp", lambda node: node.checkpoint()),
     "fork_rng": _twice("self_attn mlp", lambda node: node.fork_rng()),
     "annotate": _twice(NORMS, lambda node: node.annotate("weight", "bench", True)),
+    "probe": _twice("self_attn mlp", lambda node: node.probe()),
     "hook": _twice(NORMS, lambda node: node.hook("fw_post", _hook)),
     "level": _twice("self_attn mlp", lambda node: node.level("leaf")),
     "sync": lambda layer: (_shard_mlp(layer["mlp"]), layer["mlp.down_proj"].sync("fwd_post", "all_reduce"))[0],

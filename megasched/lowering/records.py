@@ -22,6 +22,7 @@ from megasched.language.records import Record
 from megasched.language.registry import register_lowering
 from megasched.layers.build_context import BuildContext
 from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
+from megasched.lowering.probe import probe_module
 
 
 @register_lowering("checkpoint")
@@ -68,6 +69,11 @@ def _same(one: Any, other: Any) -> bool:
         return all(map(_same, one, other))
     plain = bool | int | float | str | None
     return one is other or (isinstance(one, plain) and type(one) is type(other) and one == other)
+
+
+@register_lowering("probe")
+def _probe(module: nn.Module, record: Record, context: BuildContext) -> None:
+    probe_module(module, record, context)
 
 
 @register_lowering("fork_rng")

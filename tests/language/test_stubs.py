@@ -7,7 +7,7 @@ import ast
 from megasched.language.registry import list_primitives
 from tests.house.stubs import STUB, stub
 
-ALIASES = {"pipeline_split", "find_subgraph"}
+ALIASES = {"pipeline_split", "find_subgraph", "print"}
 FINDING = ("find", "find_node", "find_subgraph")
 
 
