@@ -2,9 +2,9 @@
 
 Fenced blocks are read by their language:
 
-* ``python`` in library.md, adapters.md, add-an-architecture.md and graphs.md runs, block after block in one
-  namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs on so many ranks, by
-  itself.
+* ``python`` in library.md, adapters.md, add-an-architecture.md, graphs.md and slapo.md runs, block after block
+  in one namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs on so many ranks,
+  by itself.
 * ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
   saves it under this name for the commands below.
 * ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
@@ -226,7 +226,7 @@ def no_new_primitives(monkeypatch):
     monkeypatch.setattr(compilers, "_COMPILERS", dict(compilers._COMPILERS))
 
 
-@pytest.mark.parametrize("page", ["library.md", "adapters.md", "add-an-architecture.md", "graphs.md"])
+@pytest.mark.parametrize("page", ["library.md", "adapters.md", "add-an-architecture.md", "graphs.md", "slapo.md"])
 def test_code_runs_and_prints_what_the_page_shows(page, ranks, monkeypatch, tmp_path, no_new_primitives):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "example"}
@@ -289,6 +289,23 @@ def test_every_primitive_has_a_section():
     import megasched
 
     assert set(megasched.list_primitives()) <= anchors(ROOT / "docs" / "schedules.md")
+
+
+def test_every_primitive_of_slapo_is_in_its_table_and_there():
+    """Those of Slapo's registry, and what its schedules find and trace by."""
+    import megasched
+    from megasched.language.registry import has_primitive
+
+    registered = "annotate checkpoint cut_pipeline_stage decompose fork_rng fuse replace replace_all shard sync"
+    slapos = [*registered.split(), "trace", "trace_until", "find", "find_node", "find_subgraph"]
+    page = (ROOT / "docs" / "slapo.md").read_text()
+    section = page.partition("## Primitive by primitive")[2].partition("\n\n`")[0]
+    firsts = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)", firsts)) == set(slapos)
+    assert all(map(has_primitive, slapos))
+    said = re.search(r"^(`.*`) are not Slapo's", page, re.MULTILINE)
+    own = set(re.findall(r"`(\w+)`", said[1]))
+    assert own | set(slapos) == {*megasched.list_primitives(), "find_subgraph"}
 
 
 def models(folder: Path) -> None:
