@@ -1,5 +1,7 @@
 """Sync in Slapo's words: an axis, hooks with the arguments of torch's; what can't be meant is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from megasched.verify.ranks.pool import init_megatron
 from tests import tiny
 from tests.language.sharding import Embedded, planned, shard_all
 from tests.lowering.models import Mlp, randomize
-from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far, weighted_loss
+from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far, weighted_loss
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,22 @@ def _by_hooks():
 
 def test_a_function_of_torchs_hooks_is_one(ranks):
     assert ranks.run(2, _by_hooks) == [{}, {}]
+
+
+def _cut_between():
+    """Distances where whole modules hand each other a part of the sequence, or of the features."""
+    init_megatron(tp=2)
+    x = {"x": torch.linspace(-1, 1, 2 * 4 * 8).reshape(2, 4, 8)}
+
+    def fill(sch, axis):
+        sch["act"].sync("fwd_pre", sync_op_or_fn="scatter", axis=axis)
+        sch["drop"].sync("fwd_post", "all_gather", axis=axis, tensor_parallel_output_grad=False)
+
+    return [too_far(compare(randomize(Mlp()), partial(fill, axis=axis), x, x)) for axis in (1, -2, 2, -1)]
+
+
+def test_what_is_cut_and_gathered_again_along_an_axis_equals_the_whole(ranks):
+    assert ranks.run(2, _cut_between) == [[{}] * 4] * 2
 
 
 SEQUENCES = """
