@@ -34,7 +34,8 @@ help: ## print this list
 
 setup: $(STAMP) ## make .venv with everything that constraints.txt pins
 
-$(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt tests/oldest/requirements.txt
+$(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt tests/oldest/requirements.txt \
+	tests/dialects/requirements.txt
 	@set -e; \
 	for python in $(CANDIDATES); do \
 		if "$$python" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null; then \
@@ -49,6 +50,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt tests/te/requirements.txt test
 	$(RUN) -m pip install --constraint constraints.txt --editable '.[dev,quickstart]'
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/te --requirement tests/te/requirements.txt
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest --requirement tests/oldest/requirements.txt
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/deepspeed --requirement tests/dialects/requirements.txt
 	@touch $@
 
 ghost: $(GHOST) ## Transformer Engine for the tests on ghost GPUs: some minutes, once; `make test` asks for it

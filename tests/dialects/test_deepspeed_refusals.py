@@ -11,6 +11,7 @@ from torch import nn
 import megasched
 from megasched import ConfigError
 from megasched.dialects.deepspeed.config import REFUSED, read_config, value_at
+from megasched.dialects.deepspeed.engine import imported
 from tests.dialects.steps import adamw
 from tests.dialects.test_zero import zero_config
 from tests.lowering.models import Mlp
@@ -37,6 +38,7 @@ def _unknown_keys() -> list[str]:
     """Refused keys that DeepSpeed's own source does not have; here, as importing it changes a process."""
     import inspect
 
+    imported()
     from deepspeed.runtime import config as of_runtime
     from deepspeed.runtime import constants
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -47,8 +49,8 @@ def _unknown_keys() -> list[str]:
     return [key for key in REFUSED if key.split(".")[-1] not in fields and key.split(".")[0] not in words]
 
 
-def test_deepspeed_knows_the_keys_that_are_refused(ranks: Any) -> None:
-    assert ranks.run(1, _unknown_keys) == [[]]
+def test_deepspeed_knows_the_keys_that_are_refused(deepspeed_ranks: Any) -> None:
+    assert deepspeed_ranks.run(1, _unknown_keys) == [[]]
 
 
 def test_their_values_that_mean_no_are_taken(tmp_path):
@@ -102,8 +104,8 @@ def _refused() -> list[str]:
     return words
 
 
-def test_what_would_be_wrong_is_said(ranks: Any) -> None:
-    ((level, optimizer, parameters, once),) = ranks.run(1, _refused)
+def test_what_would_be_wrong_is_said(deepspeed_ranks: Any) -> None:
+    ((level, optimizer, parameters, once),) = deepspeed_ranks.run(1, _refused)
     assert "zero_optimization.stage = 3" in level
     assert "up: fused" in level
     assert "take level leaf, or stage 2" in level

@@ -75,8 +75,8 @@ def _against_one_process(family: str, stages: tuple[int, ...], level: str | None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zero_at_tp2_and_dp2_is_one_process(ranks: Any, family: str) -> None:
-    for found in ranks.run(4, _against_one_process, family, (0, 1, 2, 3), None):
+def test_zero_at_tp2_and_dp2_is_one_process(deepspeed_ranks: Any, family: str) -> None:
+    for found in deepspeed_ranks.run(4, _against_one_process, family, (0, 1, 2, 3), None):
         far = {stage: off for stage, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
 
@@ -92,8 +92,8 @@ def _without_sums() -> dict[str, float]:
         return gaps(trained("qwen3", 1, None), wanted)
 
 
-def test_without_the_sums_of_partial_gradients_it_would_be_off(ranks: Any) -> None:
-    assert all(found["weights"] > 1e-4 for found in ranks.run(4, _without_sums))
+def test_without_the_sums_of_partial_gradients_it_would_be_off(deepspeed_ranks: Any) -> None:
+    assert all(found["weights"] > 1e-4 for found in deepspeed_ranks.run(4, _without_sums))
 
 
 def _without_marks() -> dict[str, float]:
@@ -112,8 +112,8 @@ def _without_marks() -> dict[str, float]:
         return gaps(trained("llama", 1, None), wanted)
 
 
-def test_without_the_marks_of_cut_parameters_the_norm_would_be_off(ranks: Any) -> None:
-    assert all(found["norms"] > 0.1 for found in ranks.run(4, _without_marks))
+def test_without_the_marks_of_cut_parameters_the_norm_would_be_off(deepspeed_ranks: Any) -> None:
+    assert all(found["norms"] > 0.1 for found in deepspeed_ranks.run(4, _without_marks))
 
 
 def _options() -> dict[str, dict[str, float]]:
@@ -157,6 +157,6 @@ def _options() -> dict[str, dict[str, float]]:
     return found
 
 
-def test_accumulation_recompute_small_buckets_and_a_clients_optimizer(ranks: Any) -> None:
-    for found in ranks.run(4, _options):
+def test_accumulation_recompute_small_buckets_and_a_clients_optimizer(deepspeed_ranks: Any) -> None:
+    for found in deepspeed_ranks.run(4, _options):
         assert {n: off for n, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)} == {}

@@ -54,7 +54,7 @@ def initialize(
             are not the model's.
         ScheduleError: with every problem found; the model is unchanged then.
     """
-    deepspeed = _deepspeed()
+    deepspeed = imported()
     settings = read_config(config)
     _make_groups(schedule, deepspeed)
     if not schedule.built:
@@ -77,7 +77,7 @@ def initialize(
     return engine
 
 
-def _deepspeed() -> Any:
+def imported() -> Any:
     """Imports DeepSpeed, on the CPU in a rehearsal, where torch says that there is CUDA.
 
     Raises:
