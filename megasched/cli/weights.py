@@ -60,7 +60,9 @@ def import_(
 
 
 def export(
-    load: Annotated[Path, typer.Option(metavar="CKPT", help="A run's --save folder, or one of its checkpoints.")],
+    load: Annotated[
+        Path, typer.Option(metavar="CKPT", help="A --save folder, one of its checkpoints, or a universal one.")
+    ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; new, or empty.")],
     hf_model: Annotated[
         str | None, typer.Option(metavar="DIR", help="Config and tokenizer, if not those that the checkpoint has.")
@@ -76,6 +78,7 @@ def export(
 ) -> None:
     """Make a Hugging Face folder of a Megatron checkpoint: safetensors, config and tokenizer.
 
+    Or of a universal checkpoint, which DeepSpeed's ds_to_universal writes; --hf-model has its config.
     One process, whatever the size and the layout it was trained at; no GPU, and no model is built.
     `from_pretrained` loads the folder. LoRA adapters are merged, or written alone with --adapter.
     """

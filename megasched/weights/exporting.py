@@ -34,6 +34,7 @@ from megasched.weights.lora import WEIGHTS as LORA_WEIGHTS
 from megasched.weights.lora import merged, read_adapter_config, save_adapter
 from megasched.weights.source import canonical_names, compare_names, padded_lengths
 from megasched.weights.torch_dist.reader import HF_FILES, TorchDist, checkpoint_folder
+from megasched.weights.universal import UniversalCheckpoint, is_universal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -51,6 +52,7 @@ ADAPTER_FORM = {
 }
 # Told how many bytes there will be, it gives a function that is told how many more were written.
 Progress = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+type Checkpoint = TorchDist | UniversalCheckpoint
 COUNTS = (
     "num_nextn_predict_layers",
     "num_mtp_layers",
@@ -104,7 +106,7 @@ def export_weights(
     """Writes an HF folder that ``from_pretrained`` loads.
 
     Args:
-        load: a ``--save`` folder or one of its checkpoints.
+        load: a ``--save`` folder or one of its checkpoints, or a universal checkpoint of DeepSpeed's.
         hf_model: folder with config and tokenizer; by default those that the run kept in the checkpoint.
         adapter: write only the weights that LoRA trained, in PEFT's form, instead of the merged model.
         dtype: of the parameters; that of the checkpoint by default. Buffers keep theirs, and parameters that
@@ -116,7 +118,9 @@ def export_weights(
         CheckpointError: the checkpoint is damaged, or does not fit the config.
         ConfigError: there is no config, or the output can't be written.
     """
-    checkpoint = TorchDist(checkpoint_folder(load))
+    checkpoint: Checkpoint = (
+        UniversalCheckpoint(Path(load)) if is_universal(Path(load)) else TorchDist(checkpoint_folder(load))
+    )
     checkpoint.check_files()
     files = _hf_files(checkpoint.folder, hf_model)
     config = load_config(files, trust_remote_code=trust_remote_code)
@@ -144,7 +148,7 @@ def export_weights(
 
 
 def definition_tensors(
-    checkpoint: TorchDist, definition: PreTrainedModel, adapters: Mapping[str, Lora]
+    checkpoint: Checkpoint, definition: PreTrainedModel, adapters: Mapping[str, Lora]
 ) -> dict[str, LazyTensor]:
     """Returns the tensors of a definition from a checkpoint's; a tied one by the name that transformers keeps.
 
@@ -162,7 +166,8 @@ def definition_tensors(
     for path, lora in adapters.items():
         outputs, inputs = wanted[f"{path}.weight"][:: -1 if lora.fan_in_fan_out else 1]
         wanted |= {f"{path}.{A}.weight": (lora.rank, inputs), f"{path}.{B}.weight": (outputs, lora.rank)}
-    compare_names(holder, set(wanted) - set(stored), set(stored) - set(wanted))
+    left = {name for name in set(stored) - set(wanted) if canonical.get(name, name) == name}  # but for ties
+    compare_names(holder, set(wanted) - set(stored), left)
     vocabulary = getattr(definition.config.get_text_config(decoder=True), "vocab_size", None)
     found: dict[str, LazyTensor] = {}
     wrong = []
@@ -190,7 +195,7 @@ def _lora_config(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _export_adapter(
-    checkpoint: TorchDist,
+    checkpoint: Checkpoint,
     output: Path,
     tensors: Mapping[str, LazyTensor],
     definition: PreTrainedModel,
@@ -207,7 +212,7 @@ def _export_adapter(
 
 
 def _exported(
-    checkpoint: TorchDist, output: Path, name: str, dtype: torch.dtype, count: int, size: int
+    checkpoint: Checkpoint, output: Path, name: str, dtype: torch.dtype, count: int, size: int
 ) -> Exported:
     iteration = int(checkpoint.common.get("iteration", 0))
     return Exported(checkpoint.folder, output, iteration, name, str(dtype).removeprefix("torch."), count, size)

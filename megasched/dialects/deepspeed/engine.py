@@ -14,9 +14,10 @@ from torch import nn
 
 from megasched.dialects.deepspeed.config import read_config, zero_stage
 from megasched.dialects.deepspeed.mpu import ModelParallelUnit
+from megasched.dialects.deepspeed.universal import describe_shards
 from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
-from megasched.lowering.build import build_with_plan
+from megasched.lowering.build import build_with_plan, placements_of, plan_of
 from megasched.patches import registry
 
 # The model, its optimizer, the loader of training data, the scheduler of the learning rate.
@@ -56,12 +57,14 @@ def initialize(
     """
     deepspeed = imported()
     settings = read_config(config)
-    _make_groups(schedule, deepspeed)
+    _make_groups(schedule, deepspeed, zero_stage(settings))
     if not schedule.built:
         if zero_stage(settings) == 3:
             _take_leaf(schedule)
         build_with_plan(schedule, inputs)
     model = schedule.mod
+    _refuse_megatrons_own(model)
+    describe_shards(model, placements_of(model), schedule.layout.tp)
     _check_parameters(model, optimizer, model_parameters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Engine = deepspeed.initialize(
@@ -101,13 +104,16 @@ def imported() -> Any:
     return deepspeed
 
 
-def _make_groups(schedule: Schedule, deepspeed: Any) -> None:
+def _make_groups(schedule: Schedule, deepspeed: Any, stage: int) -> None:
     """Makes Megatron's groups for the schedule's layout, if there are none."""
     from megatron.core import parallel_state
 
     deepspeed.init_distributed()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=schedule.layout.tp)
+    if stage == 3:  # it loads universal checkpoints by groups of its own, and not by mpu (zero/stage3.py:3787)
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=tp)
 
 
 def _take_leaf(schedule: Schedule) -> None:
@@ -127,6 +133,13 @@ def _take_leaf(schedule: Schedule) -> None:
         raise ConfigError(f"{what}: {', '.join(others)}; take level leaf, or stage 2")
     warnings.warn("megasched: level leaf, for zero_optimization.stage = 3", stacklevel=4)
     schedule.root.level("leaf")
+
+
+def _refuse_megatrons_own(model: nn.Module) -> None:
+    """Raises ConfigError where modules are Megatron's own: their parameters are made of several of HF's."""
+    if taken := sorted(plan_of(model).by_megatron):
+        what = f"Megatron's own modules compute {taken[0]} and {len(taken) - 1} more (level block)"
+        raise ConfigError(f"{what}, which is not proven under DeepSpeed: take level leaf or fused")
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, model_parameters: Any) -> None:
