@@ -61,22 +61,28 @@ def create_schedule(
     roles: Roles | None = None,
     *,
     group: ProcessGroup | None = None,
+    name: str | None = None,
 ) -> Schedule:
-    """Creates an empty schedule of any ``nn.Module``; the model is not changed before ``build``.
+    """Creates a schedule of any ``nn.Module``; the model is not changed before ``build``.
 
     Args:
         model: an HF model or any other, with real weights or with weights deferred by ``init_empty_weights``.
         layout: how the job is spread; by default the sizes of Megatron's process groups in this process.
         roles: roles of its modules; by default those of an HF model that a run of Megatron's trainer would find.
         group: the ranks over which ``shard`` cuts, if you want to name them: Megatron's tensor-parallel group.
+        name: of a schedule that fills it, as for ``apply_schedule``; by default it is empty.
 
     Raises:
+        ConfigError: there is no schedule of that name.
         ScheduleError: ``group`` holds other ranks than Megatron's tensor-parallel group in this process.
     """
     if group is not None:
         _refuse_other_ranks(group)
     layout = layout or current_layout()
-    return tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
+    sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
+    if name is not None:
+        call_schedule(sch, find_schedule(name))
+    return sch
 
 
 def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None) -> nn.Module:
@@ -87,9 +93,7 @@ def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None
         name: ``auto``, a schedule file, ``FILE:name``, or a name given to ``register_schedule``.
         inputs: as for ``build``.
     """
-    sch = create_schedule(model)
-    call_schedule(sch, find_schedule(name))
-    return build(sch, inputs=inputs)
+    return build(create_schedule(model, name=name), inputs=inputs)
 
 
 def _known_roles(model: Any, layout: ParallelDims) -> Roles | None:
