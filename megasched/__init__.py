@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from megasched.language.schedule_file import register_schedule
     from megasched.language.subgraph import Subgraph
     from megasched.lowering.build import apply_schedule, build, create_schedule
+    from megasched.lowering.materialize import materialize
     from megasched.weights.hf.folder import HFFolder
     from megasched.weights.random_init import RandomInit
-    from megasched.weights.source import materialize
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ _PUBLIC = {
     "list_primitives": "megasched.language.registry",
     "load_config": "megasched.definition.build",
     "load_records": "megasched.language.records",
-    "materialize": "megasched.weights.source",
+    "materialize": "megasched.lowering.materialize",
     "register_compiler": "megasched.graph.compilers",
     "register_lowering": "megasched.language.registry",
     "register_op_rule": "megasched.analysis.rules.op_rules",

@@ -37,6 +37,11 @@ _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
 
 
+def is_built(model: nn.Module) -> bool:
+    """Returns whether ``build`` has made a model, which a copy of one is not."""
+    return model in _plans
+
+
 def plan_of(model: nn.Module) -> Plan:
     """Returns the plan that a model of the library was built by.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,8 +100,25 @@ def padded_lengths(length: int, args: Any) -> set[int]:
     return {length, -(-length // multiple) * multiple}
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Says what of a model a rank holds.
+
+    Attributes:
+        placements: of the model's parameters by name.
+        rank, size: in the TP group.
+    """
+
+    placements: Mapping[str, Placement]
+    rank: int
+    size: int
+
+
 def materialize(
-    definition: PreTrainedModel, source: WeightSource, dtype: torch.dtype | None = None
+    definition: PreTrainedModel,
+    source: WeightSource,
+    dtype: torch.dtype | None = None,
+    shards: Shards | None = None,
 ) -> PreTrainedModel:
     """Gives every parameter of the definition a real CPU tensor from the source, in place.
 
@@ -111,6 +129,7 @@ def materialize(
         definition: unscheduled, e.g. from ``build_definition``.
         source: source of the values.
         dtype: of the parameters; float32 by default. Buffers keep theirs.
+        shards: what a rank holds of a model that was cut; by default all of it.
 
     Returns:
         The definition itself.
@@ -133,7 +152,10 @@ def materialize(
         empty = slots[leaf]
         assert empty is not None
         if first not in filled:
-            value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
+            if shards is None:
+                value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
+            else:
+                value = source.local(shards.placements[first], shards.rank, shards.size).contiguous()
             filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
             filled[first].__dict__.update(empty.__dict__)
         slots[leaf] = filled[first]

@@ -17,7 +17,7 @@ from megasched.dialects.deepspeed.mpu import ModelParallelUnit
 from megasched.dialects.deepspeed.universal import describe_shards
 from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
-from megasched.lowering.build import build_with_plan, placements_of, plan_of
+from megasched.lowering.build import build_with_plan, placements_of
 from megasched.patches import registry
 
 # The model, its optimizer, the loader of training data, the scheduler of the learning rate.
@@ -63,7 +63,6 @@ def initialize(
             _take_leaf(schedule)
         build_with_plan(schedule, inputs)
     model = schedule.mod
-    _refuse_megatrons_own(model)
     describe_shards(model, placements_of(model), schedule.layout.tp)
     _check_parameters(model, optimizer, model_parameters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -133,13 +132,6 @@ def _take_leaf(schedule: Schedule) -> None:
         raise ConfigError(f"{what}: {', '.join(others)}; take level leaf, or stage 2")
     warnings.warn("megasched: level leaf, for zero_optimization.stage = 3", stacklevel=4)
     schedule.root.level("leaf")
-
-
-def _refuse_megatrons_own(model: nn.Module) -> None:
-    """Raises ConfigError where modules are Megatron's own: their parameters are made of several of HF's."""
-    if taken := sorted(plan_of(model).by_megatron):
-        what = f"Megatron's own modules compute {taken[0]} and {len(taken) - 1} more (level block)"
-        raise ConfigError(f"{what}, which is not proven under DeepSpeed: take level leaf or fused")
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, model_parameters: Any) -> None:
