@@ -1,5 +1,8 @@
 """The example schedules: each plans without a problem on the family it is for, and does what it says."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -120,3 +123,28 @@ def test_the_flags_of_the_script_for_fine_tuning_exist():
     flags = re.findall(r"--[a-z][a-z0-9-]+", command)
     assert "--sft" in flags
     assert set(flags) <= known
+
+
+def test_the_resnet_on_four_ranks_trains_as_in_one_process():
+    import torch
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    script = str(EXAMPLES / "torchvision" / "train.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+    torch.manual_seed(0)
+    model = ResNet(Bottleneck, [1, 1, 1, 1], num_classes=10, width_per_group=8)
+    pictures, labels = torch.randn(8, 3, 64, 64), torch.arange(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    wanted = []
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(model(pictures), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    losses = [float(line.rpartition(" ")[2]) for line in run.stdout.splitlines() if line.startswith("step ")]
+    assert losses == pytest.approx(wanted, rel=1e-3)  # float32 drifts by itself

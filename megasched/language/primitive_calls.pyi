@@ -72,6 +72,7 @@ class PrimitiveCalls:
         sync_op_or_fn: str | Callable[..., Any] | None = None,
         tensor_parallel_output_grad: bool = False,
     ) -> Self: ...
+    def sync_batch_norm(self) -> Self: ...
     def trace(
         self,
         leaves: Sequence[str | type[nn.Module]] = (),

@@ -9,7 +9,7 @@ from typing import Literal
 from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 
-Cut = Literal["column", "row", "vocab", "features"]
+Cut = Literal["column", "row", "vocab", "features", "channels"]
 
 # Every role, and how a module in it is cut over TP by the default schedule (None: whole on every rank).
 ROLES: Mapping[str, Cut | None] = {

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.tp.facts import Region
+from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
 from megasched.language.lora import DROPOUT
@@ -27,6 +28,7 @@ from megasched.layers.fused.kernels import compiles
 from megasched.layers.fused.norms import fuse_norms
 from megasched.layers.fused.rotary import fuse_rotary
 from megasched.layers.fused_columns import FusedColumns
+from megasched.layers.images.convolution import lower_channels
 from megasched.layers.linear import lower_linear
 from megasched.layers.megatron.attention import lower_attention
 from megasched.layers.megatron.layer import lower_block
@@ -189,6 +191,8 @@ def _fuse(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) 
 
 
 def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: bool) -> nn.Module:
+    if is_convolution(module) or is_batch_norm(module):
+        return lower_channels(path, module, context, entered=entered)
     if isinstance(module, nn.Embedding):
         by_rows = context.plan.cuts[path] == "vocab"
         lowered = (lower_embedding if by_rows else lower_features)(path, module, context)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasched.errors import Problem, ScheduleError
 from megasched.graph import opaque
@@ -21,6 +22,7 @@ from megasched.language.primitives.sync import is_hook
 from megasched.language.records import Record
 from megasched.language.registry import register_lowering
 from megasched.layers.build_context import BuildContext
+from megasched.layers.images.batch_norm import share_statistics
 from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
 from megasched.lowering.probe import probe_module
 
@@ -99,6 +101,17 @@ def _register(module: nn.Module, mode: str, function: Callable[..., Any]) -> Non
         "bw_post": module.register_full_backward_hook,
     }[mode.replace("fwd", "fw").replace("bwd", "bw")]
     register(function)
+
+
+@register_lowering("sync_batch_norm")
+def _sync_batch_norm(module: nn.Module, record: Record, context: BuildContext) -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    for inner in module.modules():
+        if isinstance(inner, _BatchNorm):
+            share_statistics(inner, parallel_state.get_data_parallel_group())
 
 
 @register_lowering("sync")

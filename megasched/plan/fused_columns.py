@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from megasched.definition.linears import is_linear
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
 
@@ -21,7 +22,8 @@ def columns_to_fuse(plan: Plan, model: nn.Module) -> tuple[tuple[str, ...], ...]
         if plan.in_block(paths[0]):
             continue
         modules = [model.get_submodule(path) for path in paths]
-        plain = all(_plain(plan, path, shared) and path not in asked for path in paths)
+        linear = all(is_linear(module) for module in modules)
+        plain = linear and all(_plain(plan, path, shared) and path not in asked for path in paths)
         alike = len({_kind(module) for module in modules}) == 1
         if plain and alike and all(fused(path) for path in paths):
             fused_columns.append(paths)

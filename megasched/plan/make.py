@@ -19,6 +19,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.plan.fp8 import choose_fp8
 from megasched.plan.fused_columns import columns_to_fuse
+from megasched.plan.images.channels import refuse_images
 from megasched.plan.megatron.fit import MakeTrials
 from megasched.plan.megatron.modules import choose_megatron_modules, mixture_problems, overlap_problems
 from megasched.plan.plan import Plan
@@ -73,6 +74,7 @@ def make_plan(
     problems, shards = check_records(schedule, model)
     plan, found = apply_shards(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += found + check_expert_parallel(plan, model)
+    problems += refuse_images(shards, plan, model, by_trainer=causal_lm, with_inputs=inputs is not None)
     problems += hooked_parameters(plan, model, by_trainer=causal_lm) + hooks_on_all_modules()
     _refuse(problems)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections import defaultdict
+from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -16,13 +21,16 @@ _REMEDY = "pass build(..., inputs={...}) to have it derived, or call "
 
 def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
     """Returns the facts that column and row pairs and ``sync`` calls state, and a problem for each other cut."""
-    tp_facts = TpFacts()
+    tp_facts, problems = TpFacts(), list[Problem]()
     families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
     for record in plan.records_of("shard"):
         cut = plan.cuts.get(record.path) if record.arguments["param"] == "weight" else None
-        if cut in ("column", "row") and not _stated(plan, record, cut, tp_facts):
+        reader = None if cut is None else _reads_tensors_of(model, record.path)
+        if reader is not None:
+            what = f"its weight is read by code other than its own, of {reader or 'the model'}"
+            problems.append(Problem(what, record.path, record.source, "leave it whole"))
+        elif cut in ("column", "row") and not _stated(plan, record, cut, tp_facts):
             families[record.path.rpartition(".")[0]][cut].append(record)
-    problems = []
     for parent, family in families.items():
         between = _between(plan, model.get_submodule(parent), parent)
         for record in family["column"]:
@@ -49,6 +57,43 @@ def _stated(plan: Plan, record: Record, cut: str, tp_facts: TpFacts) -> bool:
         tp_facts.scatter.add(record.path)
         return True
     return False
+
+
+def _reads_tensors_of(model: nn.Module, path: str) -> str | None:
+    """Returns the path of a module around a cut one whose code reads the weight or bias of that; None without one.
+
+    No run tells of such code without inputs, and it would meet one rank's part: torch's ``MultiheadAttention``
+    never calls its ``out_proj``.
+    """
+    *around, name = path.split(".")
+    for length in range(len(around) + 1):
+        outer = ".".join(around[:length])
+        classes: Any = type(model.get_submodule(outer)).__mro__
+        for cls in classes:
+            if cls is not nn.Module and issubclass(cls, nn.Module) and name in _read_by(cls):
+                return outer
+    return None
+
+
+@cache
+def _read_by(cls: Any) -> frozenset[str]:
+    """Returns the names of modules of which a class's code reads ``NAME.weight`` or ``NAME.bias`` itself.
+
+    Code that initializes them has run before.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # without source there is nothing to be read
+        return frozenset()
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    running = [function for function in functions if not {"init", "reset"} & {*function.name.split("_")}]
+    nodes = [node for function in running for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    kinds = {id(node.value) for node in nodes if node.attr in ("dtype", "device")}  # alike on every rank
+    return frozenset(
+        node.value.attr
+        for node in nodes
+        if node.attr in ("weight", "bias") and isinstance(node.value, ast.Attribute) and id(node) not in kinds
+    )
 
 
 def _between(plan: Plan, parent: nn.Module, path: str) -> str:

@@ -25,6 +25,12 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
 from megasched.language.roles import Roles
 from megasched.plan.communication import check_syncs
+from megasched.plan.images.channels import (
+    channels_left_whole,
+    cut_channels,
+    refuse_whole_inputs,
+    uneven_groups,
+)
 from megasched.plan.pairs import take_pairs
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
@@ -62,8 +68,9 @@ def follow_cuts(
             return plan, problems + check_syncs(plan, lambda path: None)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_where(lambda primitive: primitive.replaces_modules)):
-            plan = _propagate(model, plan, inputs, causal_lm, runs, roles)
-            plan, problems = _lay_out_gathered(plan)
+            plan, problems = _propagate(model, plan, inputs, causal_lm, runs, roles)
+            plan, uneven = _lay_out_gathered(plan)
+            problems += uneven
             like, unknown = _like_those_met(plan, model, inputs)
             problems += [*unknown, *refuse_by_length(plan, model, runs)]
         several = plan.layout.world_size > 1
@@ -91,8 +98,11 @@ def _dims_of(
 
 def _propagate(
     model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: AnalysisCache, roles: Roles
-) -> Plan:
-    """Returns the plan with the facts of its cuts; columns are gathered unless shards are proven to suffice."""
+) -> tuple[Plan, list[Problem]]:
+    """Returns the plan with the facts of its cuts, and problems of what can't be cut by channels.
+
+    Columns are gathered unless shards are proven to suffice.
+    """
     forked = frozenset(record.path for record in plan.records_of("fork_rng"))
     gather = {
         record.path: f"the schedule asks for it, {record.source}"
@@ -104,19 +114,27 @@ def _propagate(
     if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
         made_of = [path for path in plan.structure.after if plan.cuts.get(path) == "column"]
         gather |= dict.fromkeys(made_of, "the definition's own code makes the loss of it")
+    channels = channels_left_whole(plan, model, by_trainer=causal_lm)
     while True:
+        cuts = {path: cut for path, cut in plan.cuts.items() if cut != "channels"}
         assume = TpAssumptions(
-            dict(plan.cuts),
+            cuts,
             plan.structure,
             sequence_parallel=plan.layout.sp and causal_lm,
             gather=gather,
             forked_by_user=forked,
-            components={path: _components(plan, path) for path in plan.cuts},
+            components={path: _components(plan, path) for path, cut in cuts.items() if cut != "row"},
             heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
+            channels_whole=frozenset(channels),
         )
         takes_shards = causal_lm and not own_loss
         plan = replace(plan, tp_facts=runs.propagate(model, inputs, assume, loss_takes_shards=takes_shards))
         elsewhere = plan.tp_facts.read_elsewhere
+        met = plan.tp_facts.input_components.keys() - cuts
+        if uneven := (uneven_groups(plan, model) | elsewhere.keys()) & met:
+            channels |= uneven
+            continue
+        plan = cut_channels(plan, model)
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
@@ -124,9 +142,10 @@ def _propagate(
         if not unproven:
             sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
             if not sizes_read:
-                return plan
+                return plan, refuse_whole_inputs(plan, model, channels)
+            channels |= sizes_read & met
             what = "code other than its own goes by the size of its weight"
-            plan = leave_whole(plan, dict.fromkeys(sorted(sizes_read), what))
+            plan = leave_whole(plan, dict.fromkeys(sorted(sizes_read - met), what))
         gather |= dict.fromkeys(sorted(unproven), "code that reads it goes by a size of which a rank has a part")
         gather = {path: why for path, why in gather.items() if path in plan.cuts}
 

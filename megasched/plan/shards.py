@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from megasched.definition.embeddings import looks_up
 from megasched.definition.expert_trials import why_not_apart
 from megasched.definition.experts import has_form
+from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Declined, Problem
 from megasched.language.lora import A, B
@@ -19,6 +22,7 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.language.roles import Cut
 from megasched.language.schedule import Schedule
+from megasched.plan.images.channels import cut_asked, placements_of
 from megasched.plan.placement import Placement, ReplicatedHeads
 from megasched.plan.plan import Plan
 
@@ -94,6 +98,8 @@ def _apply_one(
 ) -> list[Problem]:
     path, tp = record.path, made.layout.tp
     param, axis = record.arguments["param"], record.arguments["axis"]
+    if is_convolution(module) or is_batch_norm(module):
+        return _cut_image_module(module, made, record)
     if param == "bias" and is_linear(module):
         return _check_bias(module, made, record)
     if axis == 0 and has_form(module):
@@ -124,6 +130,22 @@ def _apply_one(
             length = placement.shape[placement.axis or 0]
             placement = replace(placement, padded=-(-length // vocab_multiple) * vocab_multiple)
         problems += _uneven(placement, name, tp, record) or _tied_otherwise(made, placement, record)
+        made.placements[placement.name] = placement
+    return problems
+
+
+def _cut_image_module(module: nn.Module, made: _Decided, record: Record) -> list[Problem]:
+    """Cuts a convolution or a batch norm; one that takes channels by itself follows what it takes."""
+    cut = cut_asked(module, record)
+    if isinstance(cut, Problem):
+        return [cut]
+    made.cuts[record.path] = cut
+    if cut == "channels":
+        return []
+    problems = []
+    for full, placement in placements_of(record.path, module, cut, made.canonical).items():
+        name = full.rpartition(".")[2]
+        problems += _uneven(placement, name, made.layout.tp, record) or _tied_otherwise(made, placement, record)
         made.placements[placement.name] = placement
     return problems
 
@@ -180,6 +202,9 @@ def _unsupported(module: nn.Module, record: Record) -> Problem:
     if isinstance(module, nn.Linear):
         what += ": it computes or holds more than nn.Linear does"
         remedy = "replace it by an nn.Linear first"
+    elif isinstance(module, _ConvNd | _BatchNorm):
+        what += ": it computes or holds more than torch's module of its kind does"
+        remedy = "leave it whole, or replace it by torch's first"
     elif isinstance(module, nn.Embedding) and axis in (0, 1):
         what += ": a table that is cut is looked up in by nn.Embedding.forward alone, "
         what += "without max_norm, scale_grad_by_freq or sparse"

@@ -78,14 +78,16 @@ class Sample:
 
 
 def part_of(tensor: torch.Tensor, along: ShardDim | None, rank: int, ranks: int) -> torch.Tensor:
-    """What a rank has of a tensor."""
+    """What a rank has of a tensor: of each component its own piece."""
     if along is None or along == ON_ALL_RANKS:
         return tensor
-    inner = tensor.shape[along.dim] // along.outer
-    length = inner // ranks
-    assert length * ranks == inner, (tensor.shape, along, ranks)
-    first = [outer * inner + rank * length for outer in range(along.outer)]
-    places = [start + place for start in first for place in range(length)]
+    lengths = along.components or (tensor.shape[along.dim] // along.outer,)
+    places, begin = list[int](), 0
+    for length in lengths * along.outer:
+        piece, rest = divmod(length, ranks)
+        assert not rest, (tensor.shape, along, ranks)
+        places += range(begin + rank * piece, begin + (rank + 1) * piece)
+        begin += length
     return tensor.index_select(along.dim, torch.tensor(places, dtype=torch.long))
 
 

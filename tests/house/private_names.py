@@ -42,7 +42,16 @@ OTHERS = frozenset(
         *("_init_tp_mesh_device",),
         *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_tls_local_exclude_set", "_get_dispatch_mode"),
         *("_dispatch_tls_local_include_set", "_grouped_mm", "_local_scalar_dense", "_log_softmax", "_unique2"),
-        *("_reshape_alias", "_scaled_mm", "_to_copy", "_unsafe_view", "_checkpoint_offset", "_extra_state"),
+        "_upsample_bilinear2d_aa",
+        *(
+            "_reshape_alias",
+            "_scaled_mm",
+            "_upsample_bilinear2d_aa",
+            "_to_copy",
+            "_unsafe_view",
+            "_checkpoint_offset",
+            "_extra_state",
+        ),
         *("_CHECKPOINT_VERSION", "_LOADED_ITERATION", "_STARTUP_TIMESTAMPS", "_build_optimizer_group_ranges"),
         *("_get_field_docstrings", "_model_config", "_set_global_memory_buffer", "_yarn_concentration_factor"),
         *(

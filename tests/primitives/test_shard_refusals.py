@@ -321,3 +321,28 @@ def test_a_refused_model_is_what_it_was(ranks):
             "logits": True,
             "grads": [],
         }
+
+
+@pytest.mark.parametrize(("axis", "stated"), [(0, ("fwd_post", "all_gather")), (1, ("fwd_pre", "scatter"))])
+def test_a_weight_that_a_module_around_reads_is_refused_without_inputs(axis, stated):
+    """Torch's attention multiplies by the weight of its projection, which it never calls."""
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    sch = megasched.create_schedule(model, megasched.ParallelDims(tensor_model_parallel_size=2))
+    sch["0.out_proj"].shard("weight", axis=axis).sync(*stated)
+    with pytest.raises(megasched.ScheduleError, match="its weight is read by code other than its own, of 0"):
+        make_plan(sch)
+
+
+class Zeroed(Mlp):
+    """Code that fills a weight when the module is made has done so before it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+def test_a_weight_that_is_only_initialized_by_others_is_cut():
+    sch = megasched.create_schedule(Zeroed(), megasched.ParallelDims(tensor_model_parallel_size=2))
+    sch["up"].shard("weight", axis=0)
+    sch["down"].shard("weight", axis=1)
+    assert make_plan(sch).cuts == {"up": "column", "down": "row"}

@@ -132,6 +132,8 @@ class SequenceFlow(ScalarAnswers):
         if name == "bernoulli_" or not (draws(func, args, kwargs) and written(func, args, kwargs)):
             with suppress(NeedsWhole):
                 found = follow(func, args, kwargs, outputs, self.shard_of)
+            if any(along and along.components for along in found):  # two sequences, one after the other
+                found = [None] * len(outputs)
         for tensor, along in zip(outputs, found, strict=True):
             if along is None:
                 origin = self._origin(f"{name.strip('_')} takes other tokens than its own")

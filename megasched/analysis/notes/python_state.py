@@ -92,7 +92,7 @@ class State:
             self._seen.add(id(value))
             for key, item, inner in inside(value):
                 self._take(f"{name}{key}", item, inner, depth + 1)
-            if isinstance(value, Iterable) and hasattr(value, "__len__"):
+            if isinstance(value, Iterable) and hasattr(type(value), "__len__"):
                 self.values[f"len({name})"] = len(value)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ def _broadcast(call: OpCall, out: torch.Tensor) -> ShardDim:
     return along
 
 
-@rule("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "fill", "zero")
+@rule("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "fill", "zero", "hardswish")
 @rule("bernoulli", in_place=False)
 @rule("native_dropout", "bernoulli_", "uniform_", "normal_", "exponential_", "log_sigmoid_forward")
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megasched.analysis.rules import elementwise, indexing, pieces, products, reductions, views  # noqa: F401
+from megasched.analysis.rules import elementwise, images, indexing, pieces, products, reductions, views  # noqa: F401
 from megasched.analysis.rules.elementwise import pointwise
 from megasched.analysis.rules.op_call import NeedsWhole, NoRule, OpCall
 from megasched.analysis.rules.op_rules import OpRule, op_rule

@@ -62,8 +62,26 @@ def _between(along: ShardDim, size: int, start: int, end: int) -> ShardDim:
 
 @rule("cat")
 def cat(call: OpCall) -> ShardDim:
-    """Keeps the cut of tensors that are joined along another, existing dimension."""
-    return _joined(call, call.dim(call.outputs[0]))
+    """Keeps the cut of tensors that are joined along an existing dimension.
+
+    Along the one that is cut, each tensor gives its components.
+    """
+    dim = call.dim(call.outputs[0])
+    if {along.dim for _, along in call.cut} == {dim}:
+        return _side_by_side(call, dim)
+    return _joined(call, dim)
+
+
+def _side_by_side(call: OpCall, dim: int) -> ShardDim:
+    """Returns the cut of tensors that follow each other along the dimension in which all are cut."""
+    if len(call.cut) < len(call.operands) or any(along.outer > 1 for _, along in call.cut):
+        raise NeedsWhole
+    pieces = [(along.components or (tensor.shape[dim],), along) for tensor, along in call.cut]
+    components = tuple(size for sizes, _ in pieces for size in sizes)
+    heads = tuple(few for sizes, along in pieces for few in along.heads or (0,) * len(sizes))
+    if len(components) == 1:
+        return pieces[0][1]
+    return ShardDim(dim, components=components, heads=heads if any(heads) else ())
 
 
 @rule("stack")

@@ -11,9 +11,11 @@ from megasched.analysis.recording.backward_code import handed_to_hooks
 from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.recording.tape import Call, RecordedAttention, RecordedLoss
 from megasched.analysis.tp.backward import BackwardLabels
+from megasched.analysis.tp.channels import given_channels
 from megasched.analysis.tp.facts import TpSpec
 from megasched.analysis.tp.shared_inputs import ColumnCall
 from megasched.analysis.tp.sliced_args import ArgRef
+from megasched.definition.images.convolutions import feature_dim, is_convolution
 from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE, SEQUENCE_SHARD, ShardDim
 
 _SPLIT = TpSpec(SEQUENCE_SHARD, active=True, fed=True, along=ShardDim(1))
@@ -54,6 +56,8 @@ class Labelling(BackwardLabels):
             self._take_parts(call)
         if path in self.experts:
             self.tp_facts.experts[path] = self.label(tensors_in((call.args, call.kwargs))[0]).type
+        if self.channels.is_channelwise(path) and not self.silent:
+            self._enter_channelwise(call)
         if path in self.cuts:
             if not self.silent:
                 self._enter_cut(call)
@@ -78,7 +82,7 @@ class Labelling(BackwardLabels):
             if not self.silent:
                 result = tensors_in(output)[0]
                 self.cut_outputs[id(result)] = path
-                self._set(result, self._cut_output(path, result.dim() - 1, tensors_in(arguments)[0]))
+                self._set(result, self._cut_output(call, result.dim(), tensors_in(arguments)[0]))
         for source, alias in call.exited:
             self._pass_on(source, alias)
             if (label := leaving.get(id(source))) is not None:
@@ -246,6 +250,8 @@ class Labelling(BackwardLabels):
                 self.column_calls.append(ColumnCall(path, self.origin(source), around))
         elif cut == "row" and label.type != FEATURE_SHARD:
             self._gather(label.columns, "a row-parallel linear reads it where it is whole on each rank")
+            self.channels.whole.add(path)
+            self._gather(self.channels.of_both(path), "a row-parallel module reads a whole tensor in another call")
             self.tp_facts.scatter.add(path)
             if label.type == REPLICATE:
                 self.tp_facts.inside.add(path)
@@ -254,16 +260,39 @@ class Labelling(BackwardLabels):
                     "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
                     "shard the linear before it by columns, or leave this one whole",
                 )
-        elif cut == "row" and label.along != ShardDim(source.dim() - 1):
+        elif cut == "row" and not self._takes_features(call, source.dim(), label):
             # it takes a contiguous part of the last dimension, and nothing else
             self._gather(label.columns, "a row-parallel linear reads it in another order")
+
+    def _takes_features(self, call: Call, dims: int, label: TpSpec) -> bool:
+        """Returns whether a row takes features as they are cut: in one piece; a convolution also by components."""
+        if is_convolution(call.module):
+            taken = self.channels.enter(call.path, call.module, dims, label)
+            self.tp_facts.input_components = dict(self.channels.components)
+            return taken
+        self.channels.columns[call.path] |= label.columns
+        return label.along == ShardDim(dims - 1) and call.path not in self.tp_facts.scatter
+
+    def _enter_channelwise(self, call: Call) -> None:
+        """Cuts a batch norm or a grouped convolution in a call on cut channels."""
+        source = tensors_in((call.args, call.kwargs))[0]
+        self.cuts.pop(call.path, None)
+        if self.channels.enter(call.path, call.module, source.dim(), self.label(source)):
+            self.cuts[call.path] = "channels"
+        self._gather(self.channels.of_both(call.path), "a module takes whole channels in another call")
+        self.tp_facts.input_components = dict(self.channels.components)
 
     def _origins_of_arguments(self, call: Call) -> dict[int | str, int]:
         tensors = {key: value for key, value in _arguments(call).items() if isinstance(value, torch.Tensor)}
         return {key: self.origin(tensor) for key, tensor in tensors.items()}
 
-    def _cut_output(self, path: str, last: int, source: torch.Tensor) -> TpSpec:
+    def _cut_output(self, call: Call, dims: int, source: torch.Tensor) -> TpSpec:
+        """Returns the label of the output, of so many dimensions, of what is cut and takes ``source``."""
+        path, last = call.path, feature_dim(call.module, dims)
         cut = self.cuts[path]
+        if cut == "channels":
+            along = given_channels(call.module, dims, self.channels.components[path])
+            return TpSpec(FEATURE_SHARD, self.label(source).columns, active=True, fed=True, along=along)
         split = self.sequence_parallel and self._in_layers(path)
         if cut == "column" and path not in self.gather:
             along = ShardDim(

@@ -46,6 +46,23 @@ class TpSpec:
     along: ShardDim | None = None
 
 
+def written_to(own: TpSpec, written: TpSpec) -> TpSpec:
+    """Returns the label of a tensor that was partly written to; its cut is known only if it was cut before."""
+    if own.type == INVARIANT:
+        type_, along = written.type, None
+    else:
+        type_, along = own.type, own.along if written.type in (INVARIANT, own.type) else None
+    return TpSpec(
+        type_,
+        own.columns | written.columns,
+        own.rows | written.rows,
+        own.params | written.params,
+        own.active or written.active,
+        own.fed or written.fed,
+        along,
+    )
+
+
 @dataclass(frozen=True)
 class TpAssumptions:
     """Holds what a propagation starts from.
@@ -61,6 +78,7 @@ class TpAssumptions:
         regions: modules that must be TP regions as a whole.
         not_regions: modules that can't be TP regions.
         rows_inside: row linears whose output stays inside of a region.
+        channels_whole: modules that take channels by themselves and are not cut with what they take.
         parts: arguments of modules that are constants, and of which each rank takes its part.
     """
 
@@ -74,6 +92,7 @@ class TpAssumptions:
     regions: frozenset[str] = frozenset()
     not_regions: frozenset[str] = frozenset()
     rows_inside: frozenset[str] = frozenset()
+    channels_whole: frozenset[str] = frozenset()
     parts: Mapping[ArgRef, ArgSlice] = field(default_factory=dict)
 
 
@@ -110,6 +129,8 @@ class TpFacts:
         recorded: module around the layers -> leaves of its output that are whole tensors from inside of a region,
             recorded there by HF's hooks.
         parts: constants that are whole on all TP ranks, and of which each takes its part.
+        input_components: batch norms, grouped convolutions and row convolutions that take cut channels -> sizes of
+            the components of these, each cut on its own; empty for a single one.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region, and is one, too.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
@@ -146,6 +167,7 @@ class TpFacts:
     exits: dict[str, dict[int, ShardDim | None]] = field(default_factory=lambda: defaultdict(dict))
     recorded: dict[str, tuple[LeafPath, ...]] = field(default_factory=dict)
     parts: dict[ArgRef, ArgSlice] = field(default_factory=dict)
+    input_components: dict[str, tuple[int, ...]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)

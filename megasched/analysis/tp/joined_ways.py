@@ -18,6 +18,7 @@ _OF_ANY = frozenset(
 _BY_MODULE = frozenset(
     (
         *("scatter", "whole_inputs", "needed_regions", "inside", "forked"),
+        "input_components",
         *("regions", "whole_slots", "exits", "recorded", "split_slots", "attention", "experts"),
     )
 )

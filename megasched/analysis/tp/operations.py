@@ -17,7 +17,8 @@ from megasched.analysis.recording.tape import Call, Operation, Tape, TapeReader
 from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials
 from megasched.analysis.rules.op_call import NeedsWhole, NoRule
-from megasched.analysis.tp.facts import TpAssumptions, TpFacts, TpSpec
+from megasched.analysis.tp.channels import CutChannels
+from megasched.analysis.tp.facts import TpAssumptions, TpFacts, TpSpec, written_to
 from megasched.analysis.tp.shared_inputs import ColumnCall
 from megasched.analysis.tp.sliced_args import SlicedArgs
 from megasched.definition.experts import find_experts
@@ -49,7 +50,8 @@ class LabelRun(TapeReader):
 
     def __init__(self, tape: Tape, assume: TpAssumptions, functions: FunctionTrials | None = None) -> None:
         self.tape, self.assume = tape, assume
-        self.model, self.cuts, self.structure = tape.model, assume.cuts, assume.structure
+        self.model, self.cuts, self.structure = tape.model, dict(assume.cuts), assume.structure
+        self.channels = CutChannels(tape.model, assume.channels_whole)
         self.sequence_parallel = assume.sequence_parallel
         structure = assume.structure
         self.layers = set(structure.layer_paths()) if assume.sequence_parallel and structure else set()
@@ -72,7 +74,8 @@ class LabelRun(TapeReader):
         self.silent = 0  # calls of what is cut that have not ended, and of attention and the loss
         self.functions = functions or FunctionTrials()
         self.packing = 0
-        self.weights: dict[int, str] = {}  # id of a parameter, or what is made of it -> the module that it is of
+        # Id of a parameter, or what is made of it -> the module that it is of, which is cut or may be.
+        self.weights: dict[int, str] = self.channels.weights()
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             self._set(parameter, TpSpec(params=frozenset([name])))
@@ -86,7 +89,7 @@ class LabelRun(TapeReader):
     def label(self, tensor: torch.Tensor) -> TpSpec:
         found = self.labels.get(id(tensor), TpSpec())
         if self.written and (written := self.written.get(id(base_of(tensor)))) is not None:
-            return _joined(found, written)
+            return written_to(found, written)
         return found
 
     def origin(self, tensor: torch.Tensor) -> int:
@@ -164,6 +167,8 @@ class LabelRun(TapeReader):
             return [None] * len(outputs)
         try:
             found = follow(func, args, kwargs, outputs, lambda tensor: self.label(tensor).along)
+            if joined.type == SEQUENCE_SHARD and any(along and along.components for along in found):
+                raise NeedsWhole  # two sequences, one after the other
             needed = "gives shards that can't be followed" if found else "asks for a number"
         except NeedsWhole as needs:
             found = None
@@ -210,7 +215,7 @@ class LabelRun(TapeReader):
         base, given = base_of(tensor), self.labels.get(id(tensor), TpSpec())
         if base is not tensor and (given.active or given.fed):
             before = self.written.get(id(base))
-            self.written[id(base)] = given if before is None else _joined(before, given)
+            self.written[id(base)] = given if before is None else written_to(before, given)
 
     def _join(self, labels: list[TpSpec], operation: Operation | None = None) -> TpSpec:
         """Returns the label of what an operation, or attention, makes of operands with these labels."""
@@ -277,7 +282,7 @@ class LabelRun(TapeReader):
             return
         if any(not user or path == user or path.startswith(user + ".") for user in self.assume.forked_by_user):
             return
-        if isinstance(self.model.get_submodule(path), nn.Dropout):
+        if isinstance(self.model.get_submodule(path), nn.modules.dropout._DropoutNd):
             self.tp_facts.forked.add(path)
         else:
             self._problem(
@@ -378,20 +383,3 @@ def _reader(operation: Operation | None) -> str:
         return "attention"
     site = site_of(operation.lines)
     return str(operation.func) if site is None else f"{operation.func} ({site})"
-
-
-def _joined(own: TpSpec, written: TpSpec) -> TpSpec:
-    """Returns the label of a tensor that was partly written to; its cut is known only if it was cut before."""
-    if own.type == INVARIANT:
-        type_, along = written.type, None
-    else:
-        type_, along = own.type, own.along if written.type in (INVARIANT, own.type) else None
-    return TpSpec(
-        type_,
-        own.columns | written.columns,
-        own.rows | written.rows,
-        own.params | written.params,
-        own.active or written.active,
-        own.fed or written.fed,
-        along,
-    )

@@ -30,6 +30,7 @@ from megasched.analysis.recording.numbers import numbers_given
 from megasched.analysis.tp.module_call import ModuleCall
 from megasched.analysis.tp.module_calls import SAME, numbers_of
 from megasched.definition import attention_interface
+from megasched.definition.images.convolutions import cut_axes, is_batch_norm, is_convolution
 from megasched.definition.linears import output_axis
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.roles import Cut
@@ -225,13 +226,39 @@ def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
     with ExitStack() as stack:
         for inner, child in module.named_modules():
             full = join(path, inner)
-            if rank.cuts.get(full) not in ("column", "row", "features"):
+            cut = rank.cuts.get(full)
+            if cut is not None and (is_convolution(child) or is_batch_norm(child)):
+                stack.enter_context(_local_channels(child, cut, rank.tp))
+                continue
+            if cut not in ("column", "row", "features"):
                 continue
             features, taken = rank.sizes(full, child)
             stack.callback(child._parameters.update, dict(child._parameters))
             child._parameters.update(_local_parameters(child, features, taken))
             stack.enter_context(forward_of(child, partial(_handed_out, features, taken)))
         yield
+
+
+@contextmanager
+def _local_channels(module: nn.Module, cut: Cut, tp: int) -> Iterator[None]:
+    """Runs its body with a convolution or a batch norm that has one rank's tensors, and its own code."""
+    before = dict(vars(module))
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name, axis in cut_axes(module, cut).items():
+        held: Any = parameters.get(name, buffers.get(name))
+        local = held.new_empty([n // tp if dim == axis else n for dim, n in enumerate(held.shape)])
+        if name in parameters:
+            parameters[name] = nn.Parameter(local, requires_grad=held.requires_grad)
+        else:
+            buffers[name] = local
+    vars(module).update(_parameters=parameters, _buffers=buffers)
+    if cut == "channels" and is_convolution(module):
+        module.groups //= tp
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
 
 
 def _handed_out(features: int, taken: int | None, x: torch.Tensor) -> torch.Tensor:

@@ -212,6 +212,7 @@ class StandIn(nn.Module):
             if parameter is not None and name in shapes:
                 seen = nn.Parameter(parameter.new_empty(shapes[name]), requires_grad=parameter.requires_grad)
             self._parameters[name] = seen
+        self._buffers.update(module._buffers)  # of a batch norm
         for name, child in module.named_children():  # of an adapter
             self.add_module(name, child)
         vars(self).update(plain_attributes(module))

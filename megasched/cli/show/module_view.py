@@ -17,6 +17,7 @@ COLOURS = {
     "row": "cyan",
     "vocab": "magenta",
     "features": "magenta",
+    "channels": "green",
     "replicated": "yellow",
     "whole": "",
 }

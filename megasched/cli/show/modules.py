@@ -16,7 +16,7 @@ from megasched.plan.record_checks import sharded_attention
 from megasched.trainer.losses.definition_loss import loss_lines
 from megasched.trainer.session import Session
 
-Kind = Literal["column", "row", "vocab", "features", "replicated", "whole"]
+Kind = Literal["column", "row", "vocab", "features", "channels", "replicated", "whole"]
 CUT = "cut_pipeline_stage"
 LOWERED = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 

@@ -20,7 +20,10 @@ class Shard(Primitive):
         axis: axis of the HF tensor that is cut. A Linear's weight is [out, in]: axis 0 makes it a
             ``ColumnParallelLinear``, axis 1 a ``RowParallelLinear``. HF's Conv1D is [in, out]: the other way
             round. An embedding's axis 0 is the vocabulary; along axis 1 each rank has some of the features,
-            e.g. T5's table of position biases, which has a column for each head.
+            e.g. T5's table of position biases, which has a column for each head. A convolution's is
+            [out, in / groups, ...]: axis 0 cuts its output channels, or its groups if there are several, axis 1
+            its input channels; of a transposed one, [in, out / groups, ...], the other way round. A batch norm's
+            axis 0 cuts all that it holds. That follows by itself where it takes cut channels.
         components: sizes along ``axis`` of projections packed into the tensor, e.g. ``(q, k, v)``; each is
             cut on its own. Read from the adapter where it knows them.
 
@@ -44,7 +47,8 @@ class Shard(Primitive):
         return [{"param": name, "axis": axis, **more} for name in names]
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        problems = missing_parameter(node, arguments["param"], source)
+        buffer = getattr(node.mod, "_buffers", {}).get(arguments["param"])  # running statistics of a batch norm
+        problems = [] if buffer is not None else missing_parameter(node, arguments["param"], source)
         if problems:
             return problems
         shape = tuple(getattr(node.mod, arguments["param"]).shape)

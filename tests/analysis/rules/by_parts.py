@@ -30,6 +30,7 @@ class Example:
         follows: the same of tensors that are expanded to the size of another one along its cut, and so are as
             large as that one is on a rank; the rule is told nothing of them.
         sizes: what of the arguments are sizes of the results.
+        constants: positions of tensors that torch gives no gradient, such as running statistics.
         drawn: it draws random numbers, so that only the shapes can be compared.
     """
 
@@ -40,6 +41,7 @@ class Example:
     follows: dict[int, ShardDim] = field(default_factory=dict)
     sizes: Sizes = lambda places, ranks: {}
     ranks: int = 2
+    constants: frozenset[int] = frozenset()
     drawn: bool = False
 
     def __str__(self) -> str:
@@ -143,7 +145,8 @@ def _run(
     _, spec = example.leaves()
     inputs, own = {}, _own(leaves)
     for index, leaf in enumerate(own):
-        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        of_numbers = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        if of_numbers and index not in example.constants:
             inputs[index] = leaf.requires_grad_()
             own[index] = leaf * 1  # which may be changed in place
     args, kwargs = pytree.tree_unflatten(own, spec)

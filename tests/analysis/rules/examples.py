@@ -18,6 +18,7 @@ from tests.analysis.rules.computed import (
     stays,
     triangles,
 )
+from tests.analysis.rules.images import BATCH_NORMS, IMAGES, batch_norms, images
 from tests.analysis.rules.moved import (
     JOINED,
     KEEPS,
@@ -54,6 +55,8 @@ _FAMILIES: dict[frozenset[str], Strategy] = {
     frozenset(["index"]): indexed,
     LOOKED_UP: looked_up,
     SHAPED: shaped,
+    IMAGES: images,
+    BATCH_NORMS: batch_norms,
 }
 _STRATEGIES: dict[str, list[SearchStrategy[Example]]] = defaultdict(list)
 for _names, _family in _FAMILIES.items():

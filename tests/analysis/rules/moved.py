@@ -21,7 +21,7 @@ _DRAWN_IN_PLACE = {"uniform_": (), "normal_": (), "exponential_": (), "bernoulli
 KEEPS = frozenset(
     (
         *("clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh", "lift_fresh_copy", "native_dropout"),
-        *("dropout", "fill_", "fill", "zero_", "zero", "bernoulli", "log_sigmoid_forward"),
+        *("hardswish", "dropout", "fill_", "fill", "zero_", "zero", "bernoulli", "log_sigmoid_forward"),
         *_LIKE,
         *_DRAWN_IN_PLACE,
     )

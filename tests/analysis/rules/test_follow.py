@@ -171,7 +171,7 @@ def test_a_mask_takes_the_place_of_the_dimensions_that_it_is_of():
         lambda x: x[..., ::2],
         lambda x: x.chunk(2, -1),
         lambda x: x.unbind(-1),
-        lambda x: torch.cat([x, x], -1),
+        lambda x: torch.cat([x, torch.zeros(2, 3, 8, device="meta")], -1),
         lambda x: torch.cat([x, torch.zeros(2, 1, 8, device="meta")], 1),
         lambda x: x @ torch.zeros(2, 8, 4, device="meta"),
         lambda x: x * torch.zeros(8, device="meta"),
@@ -244,6 +244,8 @@ PACKED = ShardDim(2, components=(4, 2, 2))
         (lambda x: x.new_empty(2, 3, 8).copy_(x), [PACKED]),
         (lambda x: x * torch.zeros(2, 3, 1, device="meta").expand(2, 3, 8), [PACKED]),
         (lambda x: x * torch.zeros(2, 3, 8, device="meta"), NeedsWhole),
+        (lambda x: torch.cat([x, x[..., :4]], -1), [ShardDim(2, components=(4, 2, 2, 4))]),
+        (lambda x: torch.cat([x[..., :4], x[..., :4]], -1), [ShardDim(2, components=(4, 4))]),
     ],
 )
 def test_components_are_taken_apart_at_their_boundaries(make, places):
