@@ -25,7 +25,7 @@ def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
     families: dict[str, dict[str, list[Record]]] = defaultdict(lambda: {"column": [], "row": []})
     for record in plan.records_of("shard"):
         cut = plan.cuts.get(record.path) if record.arguments["param"] == "weight" else None
-        reader = None if cut is None else _reads_tensors_of(model, record.path)
+        reader = None if cut is None else reads_tensors_of(model, record.path)
         if reader is not None:
             what = f"its weight is read by code other than its own, of {reader or 'the model'}"
             problems.append(Problem(what, record.path, record.source, "leave it whole"))
@@ -59,18 +59,22 @@ def _stated(plan: Plan, record: Record, cut: str, tp_facts: TpFacts) -> bool:
     return False
 
 
-def _reads_tensors_of(model: nn.Module, path: str) -> str | None:
+def reads_tensors_of(model: nn.Module, path: str, *, of_torch: bool = False) -> str | None:
     """Returns the path of a module around a cut one whose code reads the weight or bias of that; None without one.
 
-    No run tells of such code without inputs, and it would meet one rank's part: torch's ``MultiheadAttention``
-    never calls its ``out_proj``.
+    Such code would meet one rank's part. No run tells of it without inputs: torch's ``MultiheadAttention`` never
+    calls its ``out_proj``. Nor does a run with gradients of the ways that torch's own modules take without.
+
+    Args:
+        of_torch: whether the code of torch's own classes alone counts.
     """
     *around, name = path.split(".")
     for length in range(len(around) + 1):
         outer = ".".join(around[:length])
         classes: Any = type(model.get_submodule(outer)).__mro__
         for cls in classes:
-            if cls is not nn.Module and issubclass(cls, nn.Module) and name in _read_by(cls):
+            counts = cls is not nn.Module and issubclass(cls, nn.Module)
+            if counts and (cls.__module__.startswith("torch.nn.") or not of_torch) and name in _read_by(cls):
                 return outer
     return None
 

@@ -31,7 +31,7 @@ from megasched.plan.images.channels import (
     refuse_whole_inputs,
     uneven_groups,
 )
-from megasched.plan.pairs import take_pairs
+from megasched.plan.pairs import reads_tensors_of, take_pairs
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 from megasched.plan.record_checks import check_sliced_args, sharded_attention
@@ -114,6 +114,8 @@ def _propagate(
     if own_loss and plan.structure is not None:  # what its code makes the loss of is whole
         made_of = [path for path in plan.structure.after if plan.cuts.get(path) == "column"]
         gather |= dict.fromkeys(made_of, "the definition's own code makes the loss of it")
+    readers = {path: reads_tensors_of(model, path, of_torch=True) for path in plan.cuts}
+    plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in readers.items() if reader is not None})
     channels = channels_left_whole(plan, model, by_trainer=causal_lm)
     while True:
         cuts = {path: cut for path, cut in plan.cuts.items() if cut != "channels"}

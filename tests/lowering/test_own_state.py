@@ -116,3 +116,34 @@ def _filled_after_the_build(family, folder):
 def test_shards_are_filled_after_the_build(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     assert ranks.run(2, _filled_after_the_build, family, str(tmp_path)) == [{"folder": {}, "random": {}}] * 2
+
+
+class Encoder(nn.Module):
+    """Torch's own layer, which without gradients reads the weights of its linears, and calls none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def _encoder():
+    """Why its linears stay whole, and whether it computes the same in training and without gradients."""
+    init_megatron(tp=2)
+    torch.manual_seed(0)
+    model, x = Encoder(), torch.randn(2, 3, 8)
+    sch = megasched.create_schedule(copy.deepcopy(model))
+    sch["layer.linear1"].shard("weight", axis=0)
+    sch["layer.linear2"].shard("weight", axis=1)
+    built = megasched.build(sch, inputs={"x": x})
+    near = [distance(built(x), model(x)) < 1e-5]
+    with torch.no_grad():
+        near.append(distance(built.eval()(x), model.eval()(x)) < 1e-5)
+    return {path: why.reason for path, why in plan_of(built).left_whole.items()}, near
+
+
+def test_what_torchs_own_code_reads_without_gradients_stays_whole(ranks):
+    why = "its weight is read by code other than its own, of layer"
+    assert ranks.run(2, _encoder) == [({"layer.linear1": why, "layer.linear2": why}, [True, True])] * 2
