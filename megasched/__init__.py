@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.dialects.clipping import clip_grad_norm_
     from megasched.dialects.initialize import initialize
+    from megasched.dialects.stages import build_stage
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
     from megasched.language.parallel_dims import Layout, ParallelDims
@@ -55,6 +56,7 @@ _PUBLIC = {
     "Subgraph": "megasched.language.subgraph",
     "apply_schedule": "megasched.lowering.build",
     "build": "megasched.lowering.build",
+    "build_stage": "megasched.dialects.stages",
     "build_definition": "megasched.definition.build",
     "clip_grad_norm_": "megasched.dialects.clipping",
     "create_schedule": "megasched.lowering.build",

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from megasched.dialects.stages import StageModule
 from megasched.lowering.build import placements_of
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module | Sequence[nn.Module], max_norm: float) -> torch.Tensor:
     """Scales the gradients of a built model so that their norm is at most ``max_norm``, as torch's function does.
 
     Every rank calls it, when gradients are those of the whole batch. Each number counts once: what is cut over TP,
-    or sharded by FSDP2, is summed over the ranks that share it.
+    sharded by FSDP2 or spread over pipeline stages is summed over the ranks that share it.
 
     Args:
-        model: a model that ``build`` returned, under DDP the one inside; ``fully_shard`` may have sharded it.
+        model: what ``build`` or ``build_stage`` returned, or all stages of this rank; under DDP the one inside.
+            ``fully_shard`` may have sharded it.
 
     Returns:
         The 2-norm before, a float32 scalar.
@@ -27,23 +30,35 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Raises:
         KeyError: the model was not built, or is a copy of one that was.
     """
-    placements = placements_of(model)
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
     squares: dict[tuple[ProcessGroup, ...], torch.Tensor] = defaultdict(lambda: torch.zeros(()))
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        key = _groups(parameter, cut=placements[name].sharded)
-        squares[key] = squares[key] + _square(parameter)
+    for chunk in chunks:
+        placements = placements_of(chunk)
+        copies = chunk.copies if isinstance(chunk, StageModule) else frozenset()
+        for name, parameter in chunk.named_parameters():
+            if name not in copies:
+                key = _groups(parameter, cut=placements[name].sharded)
+                squares[key] = squares[key] + _square(parameter)
+    norm = _total(squares, staged=isinstance(chunks[0], StageModule)).sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if parameter.grad is not None:
+            _local(parameter.grad).mul_(scale.to(parameter.device))
+    return norm
+
+
+def _total(squares: dict[tuple[ProcessGroup, ...], torch.Tensor], *, staged: bool) -> torch.Tensor:
+    """Returns the sum of squares over all ranks that have another part of the model."""
+    from megatron.core import parallel_state
+
     total = torch.zeros(())
     for groups, square in squares.items():
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         total = total.to(square.device) + square
-    norm = total.sqrt()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            _local(parameter.grad).mul_(scale.to(parameter.device))
-    return norm
+    if staged:
+        torch.distributed.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    return total
 
 
 def _groups(parameter: torch.Tensor, *, cut: bool) -> tuple[ProcessGroup, ...]:

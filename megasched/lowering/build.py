@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
-from megasched.analysis.find_layer_stack import layer_stack_of
+from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
@@ -131,23 +131,39 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
 
 def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
     """Builds a model as ``build`` does, and returns the plan that it was built by."""
-    _check_place(schedule)
+    plan, _ = plan_model(schedule, inputs)
+    return lower_model(schedule, plan, schedule.mod)
+
+
+def plan_model(
+    schedule: Schedule, inputs: Mapping[str, Any] | None = None, *, staged: bool = False
+) -> tuple[Plan, AnalysisCache]:
+    """Replaces modules of the model as the schedule asks, and plans it; the model is unchanged where that fails.
+
+    Args:
+        staged: a pipeline stage is to be made of it, whose layers have to be known.
+
+    Returns:
+        The plan, and the cached runs that it was made by.
+
+    Raises:
+        ScheduleError: with every problem found.
+    """
+    _check_place(schedule, staged=staged)
     model: Any = schedule.mod
     length = None  # of a run's sequences; the inputs that are given have their own
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
+    runs = AnalysisCache(length)
     with ExitStack() as undo:
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)
-        plan = make_plan(schedule, model=model, inputs=inputs, runs=AnalysisCache(length))
+        structure = find_layer_stack(model) if staged else None
+        inputs = inputs if structure is None else structure.trial_inputs()
+        plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs)
         undo.pop_all()
-    plan = _lower_here(schedule, model, plan)
-    schedule.built = True
-    _plans[model] = plan
-    if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
-        model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
-    return plan
+    return plan, runs
 
 
 def _refuse_other_ranks(group: ProcessGroup) -> None:
@@ -166,7 +182,7 @@ def _refuse_other_ranks(group: ProcessGroup) -> None:
     raise ScheduleError(Problem(f"group has the ranks {asked}, and {has}", source=caller_source(), remedy=remedy))
 
 
-def _check_place(schedule: Schedule) -> None:
+def _check_place(schedule: Schedule, *, staged: bool) -> None:
     """Raises ScheduleError where the schedule can't be built in this process."""
     wanted, here = schedule.layout, current_layout()
     problem = None
@@ -179,29 +195,37 @@ def _check_place(schedule: Schedule) -> None:
         what = f"the schedule is for TP {wanted.tp}, and this process stands in a TP group of {here.tp}"
         remedy = f"megatron.core.parallel_state.initialize_model_parallel(tensor_model_parallel_size={wanted.tp})"
         problem = Problem(what, remedy=remedy)
-    elif refused := _only_the_trainers(wanted):
+    elif refused := _only_the_trainers(wanted, staged):
         remedy = "train it through Megatron's trainer: python -m megasched pretrain_gpt.py"
         problem = Problem(f"build makes {refused}", remedy=remedy)
     if problem is not None:
         raise ScheduleError(problem)
 
 
-def _only_the_trainers(layout: ParallelDims) -> str:
+def _only_the_trainers(layout: ParallelDims, staged: bool) -> str:
     """Returns what of a layout the library does not do, and what it does instead; empty where it does all."""
     if layout.ep > 1:
         return f"models with all their experts, and the layout has EP {layout.ep}"
-    if layout.pp > 1:
+    if layout.pp > 1 and not staged:
         return f"whole models, and the layout has {layout.pp} pipeline stages"
     if layout.cp > 1:
         return f"models that see whole sequences, and the layout has CP {layout.cp}"
     return "models whose layers see whole sequences, and the layout has sequence parallelism" if layout.sp else ""
 
 
-def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> Plan:
-    """Lowers the model in this process's groups, and returns the plan that it was lowered by."""
+def lower_model(
+    schedule: Schedule, plan: Plan, made: nn.Module, here: Callable[[str], bool] = lambda path: True
+) -> Plan:
+    """Lowers the schedule's model in this process's groups, and returns the plan that it was lowered by.
+
+    Args:
+        made: what the user gets: the model, or a module that holds it.
+        here: whether a module of the model is lowered.
+    """
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
+    model: Any = schedule.mod
     first = next(model.parameters(), torch.empty(0))
     grouped = parallel_state.model_parallel_is_initialized()
     plan = plan if grouped else _whole(plan)
@@ -213,9 +237,13 @@ def _lower_here(schedule: Schedule, model: nn.Module, plan: Plan) -> Plan:
         device=torch.device("cpu") if first.device.type == "meta" else first.device,
         megatron_finalizes=False,
     )
-    lower(schedule, model, context, lambda path: True)
-    names = (name for name, _ in model.named_parameters())
-    _placements[model] = {name: found for name in names if (found := context.placement_of(name)) is not None}
+    lower(schedule, model, context, here)
+    schedule.built = True
+    prefix = next((f"{path}." for path, module in made.named_modules() if module is model and path), "")
+    names = {name: context.placement_of(name.removeprefix(prefix)) for name, _ in made.named_parameters()}
+    _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
+    if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
+        model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
 
 

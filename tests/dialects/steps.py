@@ -33,9 +33,9 @@ def batches() -> list[torch.Tensor]:
     return [torch.randint(4, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
-def one_process(family: str) -> Steps:
+def one_process(family: str, **changes: Any) -> Steps:
     """The unscheduled model with torch's AdamW and clipping."""
-    model = tiny_model(family)
+    model = tiny_model(family, **changes)
     optimizer = adamw(model.parameters())
     losses, norms = [], []
     for ids in batches():

@@ -21,7 +21,9 @@ ALLOWED = {
     "weights": "ground language definition plan",
     "layers": "ground language definition analysis plan graph weights",
     "lowering": "ground language definition analysis plan graph weights layers model_adapters",
-    "dialects": "ground language patches definition analysis model_adapters plan weights layers lowering",
+    "dialects": (
+        "ground language patches definition analysis model_adapters plan weights layers lowering trace trainer"
+    ),
     "trace": "ground patches",
     "trainer": "ground language patches definition analysis model_adapters plan weights layers lowering trace",
     "planner": "ground language patches definition analysis plan layers lowering trainer trace",

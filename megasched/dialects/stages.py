@@ -1,0 +1,213 @@
+"""Makes one pipeline stage of a scheduled model a plain module, for pipelines that are not Megatron's.
+
+What goes in and out is tensors alone, so ``torch.distributed.pipelining`` can send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.analysis_cache import AnalysisCache, usual_length
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.definition.objectives import CAUSAL_LM, objective_of
+from megasched.errors import Problem, ScheduleError
+from megasched.language.schedule import Schedule
+from megasched.layers.wrap import Forward, wrap_forward
+from megasched.lowering.build import lower_model, plan_model
+from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
+from megasched.plan.plan import Plan
+from megasched.trainer.session import refuse_stages
+from megasched.trainer.stages.shared_parameters import shared_parameters
+from megasched.trainer.stages.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry
+from megasched.trainer.stages.stage_transfer import StageBuffers
+from megasched.trainer.stages.stage_trial import why_not_stages
+
+
+class StageModule(nn.Module):
+    """Runs the definition's own forward for the layers of one stage; the others are hollow.
+
+    The first stage takes token ids [b, s]; a later one the hidden state [b, s, h], and what else crosses the cut,
+    in the order in which the stage before returned it. The last one returns logits [b, s, v], whole on each rank.
+
+    Attributes:
+        definition: the model; its parameters on this stage have HF's names.
+        plan: the plan of the whole model.
+        stage: the layers that live here.
+        index: number of the stage.
+    """
+
+    def __init__(self, definition: nn.Module, plan: Plan, stages: Sequence[Stage], index: int) -> None:
+        super().__init__()
+        assert plan.structure is not None
+        self.definition, self.plan, self.stage = definition, plan, stages[index]
+        self.structure: LayerStack = plan.structure
+        self.index, self.buffers_between = index, StageBuffers()
+        self._owners = shared_parameters(plan, stages)
+
+    @cached_property
+    def shared(self) -> dict[str, int]:
+        """Maps the names of this stage's parameters that others hold, too, to the first stage that does."""
+        own = (name for name, _ in self.definition.named_parameters())
+        names = {f"definition.{name}": self.plan.canonical.get(name) for name in own}
+        return {name: self._owners[of] for name, of in names.items() if of in self._owners}
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Returns the names of parameters that an earlier stage holds as well, such as a tied head."""
+        return frozenset(name for name, owner in self.shared.items() if owner != self.index)
+
+    def forward(self, *received: torch.Tensor) -> Any:
+        """Runs one micro-batch; see the class."""
+        between, first = self.buffers_between, received[0]
+        between.open, between.device = True, first.device
+        between.batch, between.length = first.shape[:2]
+        try:
+            return self.definition(input_ids=self._take(received), use_cache=False).logits
+        except StageEnd as end:
+            crossing = self.structure.stage_inputs_at(self.stage.stop)
+            sent = (end.hidden, *(between.values[one] for one in crossing))
+            return sent if crossing else end.hidden
+        finally:
+            between.clear()
+
+    def _take(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Puts what the stage before sent in its places, and returns the token ids, or zeros of their shape."""
+        if self.stage.first:
+            return received[0]
+        between, start = self.buffers_between, self.stage.start
+        between.received = received[0]
+        between.values.update(zip(self.structure.stage_inputs_at(start), received[1:], strict=True))
+        between.values.update((one, received[0]) for one in self.structure.stage_inputs_in_hidden(start))
+        dummy = torch.zeros(received[0].shape[:2], dtype=torch.long, device=received[0].device)
+        read = self.structure.token_ids
+        return dummy if read is None else between.values.setdefault(read, dummy)
+
+    def sum_shared_gradients(self) -> None:
+        """Sums the gradients of parameters that the first and the last stage hold, such as tied embeddings.
+
+        Each rank calls it after the backward passes of a step, where any stage shares parameters.
+        """
+        from megatron.core import parallel_state
+
+        for name in self.shared:
+            gradient = self.get_parameter(name).grad
+            assert gradient is not None, f"{name} has no gradient: no backward pass has run"
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            torch.distributed.all_reduce(local, group=parallel_state.get_embedding_group())
+
+
+def build_stage(schedule: Schedule, index: int | None = None, count: int | None = None) -> StageModule:
+    """Carries out a schedule on one pipeline stage of its model, in place, and returns that as a module.
+
+    Stages end where the schedule's ``cut_pipeline_stage`` says, or so that the forward's FLOPs are balanced.
+
+    Args:
+        schedule: of an HF causal language model, with real weights, or deferred ones that ``materialize`` fills.
+        index, count: number of the stage, and of all stages; by default those of Megatron's pipeline group.
+
+    Raises:
+        ScheduleError: with every problem found, such as layers that can't be cut into stages.
+    """
+    from megatron.core import parallel_state
+
+    index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
+    count = parallel_state.get_pipeline_model_parallel_world_size() if count is None else count
+    model: Any = schedule.mod
+    if not hasattr(model, "config") or objective_of(model) is not CAUSAL_LM:
+        what = f"stages are made of HF's causal language models, and this is a {type(model).__name__}"
+        raise ScheduleError(Problem(what, remedy="train it without pipeline stages"))
+    model.config.use_cache = False  # layers would tell each other where they are, beside their arguments
+    plan, runs = plan_model(schedule, staged=True)
+    structure = plan.structure
+    assert structure is not None
+    _refuse(model, plan, runs)
+    stages = _stages(schedule, plan, runs, count)
+    _refuse_other_ties(plan, stages)
+    found = StageModule(model, plan, stages, index)
+    dtype = next(model.parameters()).dtype
+    stage, between = found.stage, found.buffers_between
+    hollow_out_stage(model, structure, stage, between, dtype)
+    lower_model(schedule, plan, found, lambda path: stage.holds(structure, path))
+    set_entry(model, structure, stage, between)
+    capture_stage_inputs(model, structure, stage, between)
+    _leave_at_the_next(model, structure, stage)
+    return found
+
+
+def _refuse(model: Any, plan: Plan, runs: AnalysisCache) -> None:
+    """Raises ScheduleError where the layers can't be cut into stages."""
+    refuse_stages(plan, model.config)
+    assert plan.structure is not None
+    trial = model, plan.structure.trial_inputs(), plan.structure
+    why_not = why_not_stages(model, plan.structure, lambda: runs.tape_of(*trial), lambda: runs.ways(*trial))
+    if not why_not and plan.structure.hidden.dims[:2] != ("b", "s"):
+        why_not = f"the hidden state is {list(plan.structure.hidden.dims)}, and [b, s, ...] is sent"
+    if why_not:
+        what = f"the layers can't be cut into pipeline stages: {why_not}"
+        raise ScheduleError(Problem(what, plan.structure.layers, remedy="train it without pipeline stages"))
+
+
+def _stages(schedule: Schedule, plan: Plan, runs: AnalysisCache, count: int) -> list[Stage]:
+    structure, model = plan.structure, schedule.mod
+    assert structure is not None
+    if count > structure.count:
+        what = f"{count} stages for {structure.count} layers"
+        raise ScheduleError(Problem(what, structure.layers, remedy=f"at most {structure.count} stages"))
+    layers = cuts_asked_for(schedule, structure, count)
+    if layers is None:
+        length = usual_length(model)
+        inputs = objective_of(model).trial_inputs(model.config, 1, length)
+        layers = balance(*layer_costs(runs.forward_flops(model, inputs, structure), length), count)
+    bounds = pairwise(accumulate(layers, initial=0))
+    return [Stage(start, stop, start == 0, stop == structure.count) for start, stop in bounds]
+
+
+def _refuse_other_ties(plan: Plan, stages: Sequence[Stage]) -> None:
+    """Raises ScheduleError where other stages than the first and the last hold one parameter."""
+    structure, held = plan.structure, dict[str, set[int]]()
+    assert structure is not None
+    for name, canonical in plan.canonical.items():
+        path = name.rpartition(".")[0]
+        at = {number for number, stage in enumerate(stages) if stage.holds(structure, path)}
+        held.setdefault(canonical, set()).update(at)
+    ends = {0, len(stages) - 1}
+    for canonical, at in held.items():
+        if len(at) > 1 and at != ends:
+            what = f"stages {sorted(at)} hold it, and gradients are summed over the first and the last stage alone"
+            raise ScheduleError(Problem(what, canonical, remedy="train it without pipeline stages"))
+
+
+def _leave_at_the_next(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
+    """Makes the forward end at the call of the hollow layer after the stage, with what the last layer returned.
+
+    Hooks after the last layer, such as those of FSDP2, have run then.
+    """
+    if stage.last:
+        return
+    held: list[torch.Tensor] = []
+
+    def keep(forward: Forward) -> Forward:
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            held[:] = [structure.slot.result(output)]
+            return output
+
+        return kept
+
+    def leave(forward: Forward) -> Forward:
+        def left(*args: Any, **kwargs: Any) -> Any:
+            raise StageEnd(held.pop())
+
+        return left
+
+    last, following = structure.last_before(stage.stop), structure.called or range(structure.count)
+    assert last is not None
+    wrap_forward(model.get_submodule(structure.layer_path(last)), keep)
+    after = next(layer for layer in following if layer >= stage.stop)
+    wrap_forward(model.get_submodule(structure.layer_path(after)), leave)

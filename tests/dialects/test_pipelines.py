@@ -1,0 +1,121 @@
+"""Stages of scheduled models under torch.distributed.pipelining, with TP, FSDP2 and ties, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import megasched
+from megasched.lowering.build import plan_of
+from megasched.verify.ranks.pool import init_megatron
+from tests.dialects.steps import CLIP, Steps, adamw, batches, gaps, one_process
+from tests.dialects.test_torch import layers_of, whole
+from tests.dialects.test_zero import BOUNDS, FAMILIES
+from tests.lowering.models import tiny_model
+
+
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def sharded(stage: Any, group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for path in layers_of(stage):
+        layer = stage.get_submodule(path)
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(stage, mesh=mesh)
+
+
+def gathered(stages: list[Any]) -> dict[str, torch.Tensor]:
+    """Name -> the whole HF tensor, of all stages; copies of one are equal."""
+    from megatron.core import parallel_state
+
+    tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    mine = {}
+    for stage in stages:
+        plan = plan_of(stage)
+        for name, parameter in stage.definition.named_parameters():
+            every: list[Any] = [None] * tp.size()
+            torch.distributed.all_gather_object(every, whole(parameter.detach()).clone(), group=tp)
+            canonical = plan.canonical[name]
+            mine[canonical] = plan.placements[canonical].unshard(every)
+    parts: list[Any] = [None] * pp.size()
+    torch.distributed.all_gather_object(parts, mine, group=pp)
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.allclose(found.setdefault(name, value), value, atol=1e-7), name
+    return found
+
+
+def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
+    from megatron.core import parallel_state
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    pp, dp = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
+    rank, size = pp.rank(), pp.size()
+    count = 2 * size if interleaved else size
+    stages, sent = [], []
+    for index in range(rank, count, size):
+        sch = megasched.create_schedule(tiny_model(family, **changes), name="auto")
+        sch.level("leaf")
+        stage = megasched.build_stage(sch, index, count)
+        stages.append(sharded(stage, dp) if dp.size() > 1 else stage)
+        sent.append(PipelineStage(stages[-1], index, count, torch.device("cpu"), group=pp))
+    micro = 4 // dp.size()
+    run: Any = (
+        ScheduleInterleaved1F1B(sent, micro, loss_fn=causal_loss)
+        if interleaved
+        else Schedule1F1B(sent[0], micro, loss_fn=causal_loss)
+    )
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    optimizer = adamw(parameters)
+    losses, norms = [], []
+    for ids in batches():
+        mine, of_micro = ids.chunk(dp.size())[dp.rank()], []
+        given = (mine,) if rank == 0 else ()
+        run.step(*given, **({"target": mine, "losses": of_micro} if rank == size - 1 else {}))
+        for stage in stages:
+            stage.sum_shared_gradients()
+        norms.append(float(megasched.clip_grad_norm_(stages, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(of_micro).mean().detach() if of_micro else torch.zeros(())
+        torch.distributed.broadcast(loss, torch.distributed.get_global_rank(pp, size - 1), group=pp)
+        torch.distributed.all_reduce(loss, group=dp)
+        losses.append(float(loss) / dp.size())
+    return Steps(losses, norms, gathered(stages))
+
+
+def _against_one_process(family: str, tp: int) -> dict[str, float]:
+    init_megatron(tp=tp, pp=2)
+    return gaps(trained(family, interleaved=False), one_process(family))
+
+
+def _interleaved(family: str) -> dict[str, float]:
+    init_megatron(pp=2)
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
+    return gaps(trained(family, interleaved=True, **layers), one_process(family, **layers))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # both with tied embeddings
+def test_interleaved_stages_are_one_process(ranks: Any, family: str) -> None:
+    for found in ranks.run(2, _interleaved, family):
+        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+
+
+@pytest.mark.parametrize("tp", [2, 1], ids=["TP2 x PP2", "PP2 x DP2 with FSDP2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_are_one_process(ranks: Any, family: str, tp: int) -> None:
+    for found in ranks.run(4, _against_one_process, family, tp):
+        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
