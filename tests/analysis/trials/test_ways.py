@@ -138,6 +138,7 @@ def test_every_fact_of_a_way_is_joined():
         "read_elsewhere",
         "stage_inputs",
         "cut_sizes",
+        "readers",
         "without_rule",
         "shared",
         "problems",
