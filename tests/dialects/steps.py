@@ -48,6 +48,41 @@ def one_process(family: str, **changes: Any) -> Steps:
     return Steps(losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
+def mean_over_replicas(loss: torch.Tensor) -> float:
+    """The loss of the whole batch, of which each data-parallel rank has a part."""
+    from megatron.core import parallel_state
+
+    group, mean = parallel_state.get_data_parallel_group(), loss.detach().clone()
+    torch.distributed.all_reduce(mean, group=group)
+    return float(mean) / group.size()
+
+
+def of_this_replica(ids: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    return ids.chunk(group.size())[group.rank()]
+
+
+def engine_step(engine: Any, ids: torch.Tensor) -> float:
+    """A step of DeepSpeed's engine on this replica's part of a batch; its loss over all of them."""
+    mine = of_this_replica(ids)
+    loss = engine(input_ids=mine, labels=mine).loss
+    engine.backward(loss)
+    engine.step()
+    return mean_over_replicas(loss)
+
+
+def unsharded(placement: Any, local: torch.Tensor) -> torch.Tensor:
+    """The whole HF tensor of what each TP rank has of it."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    every: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(every, local.detach().clone(), group=group)
+    return placement.unshard(every)
+
+
 def gaps(found: Steps, wanted: Steps) -> dict[str, float]:
     """Largest relative distance of losses, of norms where there are any, and of each weight's tensor."""
 

@@ -17,7 +17,7 @@ from megasched.dialects.deepspeed.engine import imported
 from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.exporting import export_weights
 from tests.dialects.conftest import DEEPSPEED
-from tests.dialects.steps import BATCH, adamw, batches
+from tests.dialects.steps import BATCH, adamw, batches, engine_step
 from tests.dialects.test_zero import gathered, zero_config
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
@@ -40,25 +40,12 @@ def _engine(family: str, tp: int, stage: int, *, universal: bool = False, filled
     return megasched.initialize(sch, target="deepspeed", config=config, optimizer=adamw)[0]
 
 
-def _step(engine: Any, ids: torch.Tensor) -> float:
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group()
-    mine = ids.chunk(group.size())[group.rank()]
-    loss = engine(input_ids=mine, labels=mine).loss
-    engine.backward(loss)
-    engine.step()
-    mean = loss.detach().clone()
-    torch.distributed.all_reduce(mean, group=group)
-    return float(mean) / group.size()
-
-
 def _saving(family: str, stage: int, folder: str) -> dict[str, Any]:
     engine = _engine(family, 2, stage)
-    losses = [_step(engine, ids) for ids in batches()[:SAVED]]
+    losses = [engine_step(engine, ids) for ids in batches()[:SAVED]]
     engine.save_checkpoint(folder, tag="three", client_state={"iteration": SAVED})
     saved = gathered(engine.module, stage)
-    losses += [_step(engine, ids) for ids in batches()[SAVED:]]
+    losses += [engine_step(engine, ids) for ids in batches()[SAVED:]]
     weights = gathered(engine.module, stage)
     engine.destroy()
     return {"losses": losses, "saved": saved, "weights": weights}
@@ -68,7 +55,7 @@ def _resuming(family: str, tp: int, stage: int, folder: str, tag: str) -> dict[s
     engine = _engine(family, tp, stage, universal=tag == "universal", filled=False)
     _, client = engine.load_checkpoint(folder, tag=tag)
     loaded = gathered(engine.module, stage)
-    losses = [_step(engine, ids) for ids in batches()[SAVED:]]
+    losses = [engine_step(engine, ids) for ids in batches()[SAVED:]]
     weights = gathered(engine.module, stage)
     engine.destroy()
     return {"iteration": client["iteration"], "loaded": loaded, "losses": losses, "weights": weights}

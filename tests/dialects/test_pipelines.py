@@ -11,7 +11,17 @@ from torch.nn import functional as F
 import megasched
 from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import CLIP, Steps, adamw, batches, gaps, one_process
+from tests.dialects.steps import (
+    CLIP,
+    Steps,
+    adamw,
+    batches,
+    gaps,
+    mean_over_replicas,
+    of_this_replica,
+    one_process,
+    unsharded,
+)
 from tests.dialects.test_torch import layers_of, whole
 from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
@@ -37,15 +47,13 @@ def gathered(stages: list[Any]) -> dict[str, torch.Tensor]:
     """Name -> the whole HF tensor, of all stages; copies of one are equal."""
     from megatron.core import parallel_state
 
-    tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    pp = parallel_state.get_pipeline_model_parallel_group()
     mine = {}
     for stage in stages:
         plan = plan_of(stage)
         for name, parameter in stage.definition.named_parameters():
-            every: list[Any] = [None] * tp.size()
-            torch.distributed.all_gather_object(every, whole(parameter.detach()).clone(), group=tp)
             canonical = plan.canonical[name]
-            mine[canonical] = plan.placements[canonical].unshard(every)
+            mine[canonical] = unsharded(plan.placements[canonical], whole(parameter.detach()))
     parts: list[Any] = [None] * pp.size()
     torch.distributed.all_gather_object(parts, mine, group=pp)
     found: dict[str, torch.Tensor] = {}
@@ -82,7 +90,7 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
     optimizer = adamw(parameters)
     losses, norms = [], []
     for ids in batches():
-        mine, of_micro = ids.chunk(dp.size())[dp.rank()], []
+        mine, of_micro = of_this_replica(ids), []
         given = (mine,) if rank == 0 else ()
         run.step(*given, **({"target": mine, "losses": of_micro} if rank == size - 1 else {}))
         for stage in stages:
@@ -92,8 +100,7 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
         optimizer.zero_grad()
         loss = torch.stack(of_micro).mean().detach() if of_micro else torch.zeros(())
         torch.distributed.broadcast(loss, torch.distributed.get_global_rank(pp, size - 1), group=pp)
-        torch.distributed.all_reduce(loss, group=dp)
-        losses.append(float(loss) / dp.size())
+        losses.append(mean_over_replicas(loss))
     return Steps(losses, norms, gathered(stages))
 
 

@@ -11,7 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 import megasched
 from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import CLIP, Steps, adamw, batches, gaps, one_process
+from tests.dialects.steps import (
+    CLIP,
+    Steps,
+    adamw,
+    batches,
+    gaps,
+    mean_over_replicas,
+    of_this_replica,
+    one_process,
+    unsharded,
+)
 from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
@@ -53,27 +63,19 @@ def trained(family: str, wrap: Any, level: str | None) -> Steps:
     if level is not None:
         sch.level(level)
     model = megasched.build(sch)
-    plan = plan_of(model)
-    group = parallel_state.get_data_parallel_group()
-    tp = parallel_state.get_tensor_model_parallel_group()
-    wrapped = wrap(model, group)
+    wrapped = wrap(model, parallel_state.get_data_parallel_group())
     optimizer = adamw(model.parameters())
     losses, norms = [], []
     for ids in batches():
-        mine = ids.chunk(group.size())[group.rank()]
+        mine = of_this_replica(ids)
         loss = wrapped(input_ids=mine, labels=mine).loss
         loss.backward()
         norms.append(float(megasched.clip_grad_norm_(model, CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean, group=group)
-        losses.append(float(mean) / group.size())
-    weights = {}
-    for name, parameter in model.named_parameters():
-        every: list[Any] = [None] * tp.size()
-        torch.distributed.all_gather_object(every, whole(parameter.detach()).clone(), group=tp)
-        weights[name] = plan.placements[name].unshard(every)
+        losses.append(mean_over_replicas(loss))
+    placements = plan_of(model).placements
+    weights = {name: unsharded(placements[name], whole(p.detach())) for name, p in model.named_parameters()}
     return Steps(losses, norms, weights)
 
 

@@ -10,7 +10,19 @@ import torch
 import megasched
 from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import BATCH, CLIP, Steps, adamw, batches, gaps, one_process
+from tests.dialects.steps import (
+    BATCH,
+    CLIP,
+    Steps,
+    adamw,
+    batches,
+    engine_step,
+    gaps,
+    mean_over_replicas,
+    of_this_replica,
+    one_process,
+    unsharded,
+)
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
 
@@ -34,36 +46,23 @@ def zero_config(stage: int, **more: Any) -> dict[str, Any]:
 def gathered(model: Any, stage: int) -> dict[str, torch.Tensor]:
     """Name -> the whole HF tensor."""
     import deepspeed
-    from megatron.core import parallel_state
 
     plan, found = plan_of(model), {}
-    group = parallel_state.get_tensor_model_parallel_group()
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, enabled=stage == 3):
-            every: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(every, parameter.detach().clone(), group=group)
-            found[name] = plan.placements[name].unshard(every)
+            found[name] = unsharded(plan.placements[name], parameter)
     return found
 
 
 def trained(family: str, stage: int, level: str | None) -> Steps:
-    from megatron.core import parallel_state
-
     sch = megasched.create_schedule(tiny_model(family))
     auto(sch)
     if level is not None:
         sch.level(level)
     engine, *_ = megasched.initialize(sch, target="deepspeed", config=zero_config(stage), optimizer=adamw)
-    group = parallel_state.get_data_parallel_group()
     losses, norms = [], []
     for ids in batches():
-        mine = ids.chunk(group.size())[group.rank()]
-        loss = engine(input_ids=mine, labels=mine).loss
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean, group=group)
-        losses.append(float(mean) / group.size())
+        losses.append(engine_step(engine, ids))
         norms.append(engine.get_global_grad_norm())
     weights = gathered(engine.module, stage)
     engine.destroy()
@@ -120,11 +119,8 @@ def test_without_the_marks_of_cut_parameters_the_norm_would_be_off(deepspeed_ran
 
 def _options() -> dict[str, dict[str, float]]:
     """Accumulation, recompute, small buckets, and an optimizer of the built model's parameters."""
-    from megatron.core import parallel_state
-
     init_megatron(tp=2)
     wanted, found = one_process("llama"), {}
-    group = parallel_state.get_data_parallel_group()
     more = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     for stage in (1, 3):
         sch = megasched.create_schedule(tiny_model("llama"))
@@ -144,13 +140,12 @@ def _options() -> dict[str, dict[str, float]]:
         losses, norms = [], []
         for ids in batches():
             total = torch.zeros(())
-            for mine in ids.chunk(group.size())[group.rank()].split(1):
+            for mine in of_this_replica(ids).split(1):
                 loss = engine(input_ids=mine, labels=mine).loss
                 engine.backward(loss)
                 engine.step()
                 total += loss.detach() / 2
-            torch.distributed.all_reduce(total, group=group)
-            losses.append(float(total) / group.size())
+            losses.append(mean_over_replicas(total))
             norms.append(float(engine.get_global_grad_norm()))
         assert scheduler.last_epoch == len(losses)
         assert optimizer is engine.optimizer
