@@ -12,9 +12,10 @@ import megasched
 from megasched import ConfigError
 from megasched.dialects.deepspeed.config import REFUSED, read_config, value_at
 from megasched.dialects.deepspeed.engine import imported
+from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.steps import adamw
 from tests.dialects.test_zero import zero_config
-from tests.lowering.models import Mlp
+from tests.lowering.models import Mlp, tiny_model
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -113,3 +114,17 @@ def test_what_would_be_wrong_is_said(deepspeed_ranks: Any) -> None:
     assert "give a function of the parameters" in optimizer
     assert "model_parameters= has parameters" in parameters
     assert "model_parameters= is generator: give a list" in once
+
+
+def _built_before() -> str:
+    init_megatron()
+    sch = megasched.create_schedule(tiny_model("llama"), name="auto")
+    megasched.build(sch)
+    with pytest.raises(ConfigError) as raised:
+        megasched.initialize(sch, target="deepspeed", config=zero_config(3), optimizer=adamw)
+    return str(raised.value)
+
+
+def test_a_schedule_that_was_built_fused_is_not_for_stage_3(deepspeed_ranks: Any) -> None:
+    (said,) = deepspeed_ranks.run(1, _built_before)
+    assert "was built at level fused; call sch.level('leaf') before, or take stage 2" in said

@@ -58,9 +58,9 @@ def initialize(
     deepspeed = imported()
     settings = read_config(config)
     _make_groups(schedule, deepspeed, zero_stage(settings))
+    if zero_stage(settings) == 3:
+        _take_leaf(schedule)
     if not schedule.built:
-        if zero_stage(settings) == 3:
-            _take_leaf(schedule)
         build_with_plan(schedule, inputs)
     model = schedule.mod
     describe_shards(model, placements_of(model), schedule.layout.tp)
@@ -119,7 +119,7 @@ def _take_leaf(schedule: Schedule) -> None:
     """Has every module compute by itself: ZeRO-3 gathers the weights of a module when that is called.
 
     Raises:
-        ConfigError: the schedule asks for another level.
+        ConfigError: the schedule asks for another level, or was built at another.
     """
     asked = [r for r in schedule.records if r.primitive == "level" and r.arguments.get("required", True)]
     others = [
@@ -130,6 +130,13 @@ def _take_leaf(schedule: Schedule) -> None:
     if others:
         what = "zero_optimization.stage = 3 has the weights of a module only while it runs; other levels read more"
         raise ConfigError(f"{what}: {', '.join(others)}; take level leaf, or stage 2")
+    if any(not record.path for record in asked):
+        return
+    if schedule.built:
+        what = "zero_optimization.stage = 3 has the weights of a module only while it runs"
+        raise ConfigError(
+            f"{what}, and the schedule was built at level fused; call sch.level('leaf') before, or take stage 2"
+        )
     warnings.warn("megasched: level leaf, for zero_optimization.stage = 3", stacklevel=4)
     schedule.root.level("leaf")
 
