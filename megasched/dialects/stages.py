@@ -5,7 +5,7 @@ What goes in and out is tensors alone, so ``torch.distributed.pipelining`` can s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +27,8 @@ from megasched.trainer.stages.shared_parameters import shared_parameters
 from megasched.trainer.stages.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry
 from megasched.trainer.stages.stage_transfer import StageBuffers
 from megasched.trainer.stages.stage_trial import why_not_stages
+
+type Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 class StageModule(nn.Module):
@@ -62,8 +64,17 @@ class StageModule(nn.Module):
         """Returns the names of parameters that an earlier stage holds as well, such as a tied head."""
         return frozenset(name for name, owner in self.shared.items() if owner != self.index)
 
-    def forward(self, *received: torch.Tensor) -> Any:
-        """Runs one micro-batch; see the class."""
+    def forward(self, *given: Any) -> Any:
+        """Runs one micro-batch of tensors, or of a tuple of them; see the class.
+
+        Raises:
+            ValueError: the first stage is given more than token ids.
+        """
+        received: Sequence[torch.Tensor] = given[0] if isinstance(given[0], tuple) else given
+        if self.stage.first and len(received) > 1:
+            raise ValueError(
+                f"the first stage takes token ids [b, s] alone, and was given {len(received)} tensors"
+            )
         between, first = self.buffers_between, received[0]
         between.open, between.device = True, first.device
         between.batch, between.length = first.shape[:2]
@@ -71,8 +82,8 @@ class StageModule(nn.Module):
             return self.definition(input_ids=self._take(received), use_cache=False).logits
         except StageEnd as end:
             crossing = self.structure.stage_inputs_at(self.stage.stop)
-            sent = (end.hidden, *(between.values[one] for one in crossing))
-            return sent if crossing else end.hidden
+            sent = tuple(one.contiguous() for one in (end.hidden, *(between.values[one] for one in crossing)))
+            return sent if crossing else sent[0]
         finally:
             between.clear()
 
@@ -80,6 +91,9 @@ class StageModule(nn.Module):
         """Puts what the stage before sent in its places, and returns the token ids, or zeros of their shape."""
         if self.stage.first:
             return received[0]
+        for tensor in received:
+            if tensor.requires_grad:
+                tensor.register_hook(torch.Tensor.contiguous)  # it is sent back
         between, start = self.buffers_between, self.stage.start
         between.received = received[0]
         between.values.update(zip(self.structure.stage_inputs_at(start), received[1:], strict=True))
@@ -87,6 +101,13 @@ class StageModule(nn.Module):
         dummy = torch.zeros(received[0].shape[:2], dtype=torch.long, device=received[0].device)
         read = self.structure.token_ids
         return dummy if read is None else between.values.setdefault(read, dummy)
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of the definition's own forward, which shifts the labels [b, s] itself."""
+        model: Any = self.definition
+        size = model.config.get_text_config().vocab_size
+        loss: torch.Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=size)
+        return loss
 
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of parameters that the first and the last stage hold, such as tied embeddings.
@@ -144,6 +165,12 @@ def _refuse(model: Any, plan: Plan, runs: AnalysisCache) -> None:
     """Raises ScheduleError where the layers can't be cut into stages."""
     refuse_stages(plan, model.config)
     assert plan.structure is not None
+    if plan.structure.recorded:
+        what = "its loss takes more than the logits, which are all that a stage returns: what HF's hooks record"
+        path = plan.structure.recorded[0].path
+        raise ScheduleError(
+            Problem(what, path, remedy="config.output_router_logits = False, or no pipeline stages")
+        )
     trial = model, plan.structure.trial_inputs(), plan.structure
     why_not = why_not_stages(model, plan.structure, lambda: runs.tape_of(*trial), lambda: runs.ways(*trial))
     if not why_not and plan.structure.hidden.dims[:2] != ("b", "s"):

@@ -17,4 +17,4 @@ def test_the_page_runs(deepspeed_ranks: Any) -> None:
             assert after.language == "text"
             assert printed.splitlines()[-1] == after.text.rstrip()
             ran += 1
-    assert ran == 3
+    assert ran == 4

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import megasched
 from megasched.lowering.build import plan_of
@@ -18,6 +17,7 @@ from tests.dialects.steps import (
     batches,
     gaps,
     mean_over_replicas,
+    model_of,
     of_this_replica,
     one_process,
     unsharded,
@@ -25,10 +25,6 @@ from tests.dialects.steps import (
 from tests.dialects.test_torch import layers_of, whole
 from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
-
-
-def causal_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def sharded(stage: Any, group: Any) -> Any:
@@ -75,16 +71,17 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
     count = 2 * size if interleaved else size
     stages, sent = [], []
     for index in range(rank, count, size):
-        sch = megasched.create_schedule(tiny_model(family, **changes), name="auto")
+        sch = megasched.create_schedule(model_of(family, **changes), name="auto")
         sch.level("leaf")
         stage = megasched.build_stage(sch, index, count)
         stages.append(sharded(stage, dp) if dp.size() > 1 else stage)
         sent.append(PipelineStage(stages[-1], index, count, torch.device("cpu"), group=pp))
     micro = 4 // dp.size()
+    loss_fn = stages[-1].loss
     run: Any = (
-        ScheduleInterleaved1F1B(sent, micro, loss_fn=causal_loss)
+        ScheduleInterleaved1F1B(sent, micro, loss_fn=loss_fn)
         if interleaved
-        else Schedule1F1B(sent[0], micro, loss_fn=causal_loss)
+        else Schedule1F1B(sent[0], micro, loss_fn=loss_fn)
     )
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     optimizer = adamw(parameters)
@@ -113,6 +110,36 @@ def _interleaved(family: str) -> dict[str, float]:
     init_megatron(pp=2)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
     return gaps(trained(family, interleaved=True, **layers), one_process(family, **layers))
+
+
+def _crossing(family: str) -> dict[str, float]:
+    init_megatron(pp=2)
+    return gaps(trained(family, interleaved=False), one_process(family))
+
+
+def test_what_else_crosses_a_cut_comes_with_the_hidden_state(ranks: Any) -> None:
+    for found in ranks.run(2, _crossing, "gemma4_text"):
+        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+
+
+def _refused() -> list[str]:
+    init_megatron(pp=2)
+    words = []
+    sch = megasched.create_schedule(tiny_model("mixtral", output_router_logits=True), name="auto")
+    with pytest.raises(megasched.ScheduleError) as raised:
+        megasched.build_stage(sch)
+    words.append(str(raised.value))
+    stage = megasched.build_stage(megasched.create_schedule(tiny_model("llama"), name="auto"), 0, 2)
+    with pytest.raises(ValueError, match="first stage") as given:
+        stage(batches()[0], torch.ones(1))
+    return [*words, str(given.value)]
+
+
+def test_what_a_stage_would_drop_is_refused(ranks: Any) -> None:
+    for router, mask in ranks.run(2, _refused):
+        assert "its loss takes more than the logits" in router
+        assert "config.output_router_logits = False" in router
+        assert "takes token ids [b, s] alone, and was given 2 tensors" in mask
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # both with tied embeddings

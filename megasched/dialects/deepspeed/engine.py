@@ -14,7 +14,9 @@ from torch import nn
 
 from megasched.dialects.deepspeed.config import read_config, zero_stage
 from megasched.dialects.deepspeed.mpu import ModelParallelUnit
+from megasched.dialects.deepspeed.pipeline import make_pipeline
 from megasched.dialects.deepspeed.universal import describe_shards
+from megasched.dialects.stages import Loss
 from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
 from megasched.lowering.build import build_with_plan, placements_of
@@ -35,11 +37,13 @@ def initialize(
     lr_scheduler: Any = None,
     collate_fn: Callable[..., Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    loss_fn: Loss | None = None,
 ) -> Engine:
     """Builds the model and returns ``(engine, optimizer, loader, scheduler)``, as DeepSpeed's own function does.
 
     Megatron's groups are made for the schedule's layout where there are none. Over data parallelism ZeRO shards
-    what a rank has of the model after it was cut over TP.
+    what a rank has of the model after it was cut over TP. With pipeline stages the engine is DeepSpeed's
+    ``PipelineEngine``, whose ``train_batch`` takes pairs of token ids and labels, each [b, s].
 
     Args:
         schedule: schedule of a whole model; one that is built already is taken as it is.
@@ -49,6 +53,7 @@ def initialize(
         model_parameters: what is trained, of a schedule that was built before; by default all that is not frozen.
         training_data, lr_scheduler, collate_fn: as for ``deepspeed.initialize``.
         inputs: as for ``megasched.build``.
+        loss_fn: of logits [b, s, v] and labels, for pipeline stages; by default the definition's own.
 
     Raises:
         ConfigError: the config asks for what a scheduled model does not have, or the optimizer has parameters that
@@ -58,12 +63,9 @@ def initialize(
     deepspeed = imported()
     settings = read_config(config)
     _make_groups(schedule, deepspeed, zero_stage(settings))
-    if zero_stage(settings) == 3:
-        _take_leaf(schedule)
-    if not schedule.built:
-        build_with_plan(schedule, inputs)
-    model = schedule.mod
-    describe_shards(model, placements_of(model), schedule.layout.tp)
+    staged = schedule.layout.pp > 1
+    _check_options(staged, inputs, loss_fn)
+    model = make_pipeline(schedule, settings, loss_fn) if staged else _whole_model(schedule, settings, inputs)
     _check_parameters(model, optimizer, model_parameters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Engine = deepspeed.initialize(
@@ -73,10 +75,20 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
-        mpu=ModelParallelUnit(),
+        mpu=None if staged else ModelParallelUnit(),
         config=settings,
     )
     return engine
+
+
+def _whole_model(schedule: Schedule, config: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> nn.Module:
+    """Builds a model without pipeline stages, if it is not built yet."""
+    if zero_stage(config) == 3:
+        _take_leaf(schedule)
+    if not schedule.built:
+        build_with_plan(schedule, inputs)
+    describe_shards(schedule.mod, placements_of(schedule.mod), schedule.layout.tp)
+    return schedule.mod
 
 
 def imported() -> Any:
@@ -109,10 +121,22 @@ def _make_groups(schedule: Schedule, deepspeed: Any, stage: int) -> None:
 
     deepspeed.init_distributed()
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=schedule.layout.tp)
+        sizes = {
+            "tensor_model_parallel_size": schedule.layout.tp,
+            "pipeline_model_parallel_size": schedule.layout.pp,
+        }
+        parallel_state.initialize_model_parallel(**sizes)
     if stage == 3:  # it loads universal checkpoints by groups of its own, and not by mpu (zero/stage3.py:3787)
         tp = parallel_state.get_tensor_model_parallel_world_size()
         deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=tp)
+
+
+def _check_options(staged: bool, inputs: Any, loss_fn: Any) -> None:
+    """Raises ConfigError where an option is given that would not be used."""
+    if staged and inputs is not None:
+        raise ConfigError("inputs=: pipeline stages are made of HF's causal language models, which need none")
+    if not staged and loss_fn is not None:
+        raise ConfigError("loss_fn=: without pipeline stages the model's own forward returns the loss")
 
 
 def _take_leaf(schedule: Schedule) -> None:
