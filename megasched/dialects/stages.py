@@ -78,6 +78,7 @@ class StageModule(nn.Module):
         between, first = self.buffers_between, received[0]
         between.open, between.device = True, first.device
         between.batch, between.length = first.shape[:2]
+        between.dtype = self._computes_in(first)
         try:
             return self.definition(input_ids=self._take(received), use_cache=False).logits
         except StageEnd as end:
@@ -86,6 +87,11 @@ class StageModule(nn.Module):
             return sent if crossing else sent[0]
         finally:
             between.clear()
+
+    def _computes_in(self, first: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of parameters as they compute: trainers cast what was built, or cast as it runs."""
+        cast = first.is_floating_point() and not self.structure.hidden.fixed
+        return first.dtype if cast else next(self.parameters()).dtype
 
     def _take(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """Puts what the stage before sent in its places, and returns the token ids, or zeros of their shape."""

@@ -18,7 +18,7 @@ from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.exporting import export_weights
 from tests.dialects.conftest import DEEPSPEED
 from tests.dialects.steps import BATCH, adamw, batches, engine_step
-from tests.dialects.test_zero import gathered, zero_config
+from tests.dialects.test_zero import gathered, whole_of, zero_config
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
 
@@ -44,9 +44,9 @@ def _saving(family: str, stage: int, folder: str) -> dict[str, Any]:
     engine = _engine(family, 2, stage)
     losses = [engine_step(engine, ids) for ids in batches()[:SAVED]]
     engine.save_checkpoint(folder, tag="three", client_state={"iteration": SAVED})
-    saved = gathered(engine.module, stage)
+    saved = gathered(engine.module, whole_of(stage))
     losses += [engine_step(engine, ids) for ids in batches()[SAVED:]]
-    weights = gathered(engine.module, stage)
+    weights = gathered(engine.module, whole_of(stage))
     engine.destroy()
     return {"losses": losses, "saved": saved, "weights": weights}
 
@@ -54,9 +54,9 @@ def _saving(family: str, stage: int, folder: str) -> dict[str, Any]:
 def _resuming(family: str, tp: int, stage: int, folder: str, tag: str) -> dict[str, Any]:
     engine = _engine(family, tp, stage, universal=tag == "universal", filled=False)
     _, client = engine.load_checkpoint(folder, tag=tag)
-    loaded = gathered(engine.module, stage)
+    loaded = gathered(engine.module, whole_of(stage))
     losses = [engine_step(engine, ids) for ids in batches()[SAVED:]]
-    weights = gathered(engine.module, stage)
+    weights = gathered(engine.module, whole_of(stage))
     engine.destroy()
     return {"iteration": client["iteration"], "loaded": loaded, "losses": losses, "weights": weights}
 

@@ -21,7 +21,8 @@ from tests.dialects.steps import (
     of_this_replica,
     one_process,
 )
-from tests.dialects.test_pipelines import gathered
+from tests.dialects.test_pipelines import of_all_stages
+from tests.dialects.test_torch import whole
 from tests.dialects.test_zero import BOUNDS, zero_config
 from tests.lowering.models import tiny_model
 
@@ -52,7 +53,7 @@ def trained(family: str, stage: int, clip: float = CLIP, **changes: Any) -> Step
         mine = of_this_replica(ids).split(1)
         losses.append(float(engine.train_batch(iter([(one, one) for one in mine]))))
         norms.append(engine.get_global_grad_norm())
-    weights = gathered(list(engine.module.forward_funcs))
+    weights = of_all_stages(list(engine.module.forward_funcs), whole)
     engine.destroy()
     return Steps(losses, [float(norm) for norm in norms if norm is not None], weights)
 

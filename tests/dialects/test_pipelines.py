@@ -39,8 +39,8 @@ def sharded(stage: Any, group: Any) -> Any:
     return fully_shard(stage, mesh=mesh)
 
 
-def gathered(stages: list[Any]) -> dict[str, torch.Tensor]:
-    """Name -> the whole HF tensor, of all stages; copies of one are equal."""
+def of_all_stages(stages: list[Any], whole: Any) -> dict[str, torch.Tensor]:
+    """Name -> the whole HF tensor, of all stages; copies of one are equal. ``whole`` is as for ``gathered``."""
     from megatron.core import parallel_state
 
     pp = parallel_state.get_pipeline_model_parallel_group()
@@ -49,7 +49,7 @@ def gathered(stages: list[Any]) -> dict[str, torch.Tensor]:
         plan = plan_of(stage)
         for name, parameter in stage.definition.named_parameters():
             canonical = plan.canonical[name]
-            mine[canonical] = unsharded(plan.placements[canonical], whole(parameter.detach()))
+            mine[canonical] = unsharded(plan.placements[canonical], whole(parameter))
     parts: list[Any] = [None] * pp.size()
     torch.distributed.all_gather_object(parts, mine, group=pp)
     found: dict[str, torch.Tensor] = {}
@@ -98,7 +98,7 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
         loss = torch.stack(of_micro).mean().detach() if of_micro else torch.zeros(())
         torch.distributed.broadcast(loss, torch.distributed.get_global_rank(pp, size - 1), group=pp)
         losses.append(mean_over_replicas(loss))
-    return Steps(losses, norms, gathered(stages))
+    return Steps(losses, norms, of_all_stages(stages, whole))
 
 
 def _against_one_process(family: str, tp: int) -> dict[str, float]:

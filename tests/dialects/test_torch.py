@@ -9,7 +9,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import megasched
-from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.steps import (
     CLIP,
@@ -20,9 +19,8 @@ from tests.dialects.steps import (
     mean_over_replicas,
     of_this_replica,
     one_process,
-    unsharded,
 )
-from tests.dialects.test_zero import BOUNDS, FAMILIES
+from tests.dialects.test_zero import BOUNDS, FAMILIES, gathered
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
 
@@ -52,7 +50,8 @@ def layers_of(model: Any) -> list[str]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """A parameter gathered over data parallelism."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def trained(family: str, wrap: Any, level: str | None) -> Steps:
@@ -74,9 +73,7 @@ def trained(family: str, wrap: Any, level: str | None) -> Steps:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_over_replicas(loss))
-    placements = plan_of(model).placements
-    weights = {name: unsharded(placements[name], whole(p.detach())) for name, p in model.named_parameters()}
-    return Steps(losses, norms, weights)
+    return Steps(losses, norms, gathered(model, whole))
 
 
 def _against_one_process(family: str) -> dict[str, dict[str, float]]:

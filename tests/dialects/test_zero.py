@@ -43,15 +43,22 @@ def zero_config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def gathered(model: Any, stage: int) -> dict[str, torch.Tensor]:
-    """Name -> the whole HF tensor."""
-    import deepspeed
+def whole_of(stage: int) -> Any:
+    """A function that takes what a rank has of a parameter under ZeRO, gathered over data parallelism."""
 
-    plan, found = plan_of(model), {}
-    for name, parameter in model.named_parameters():
+    def whole(parameter: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
         with deepspeed.zero.GatheredParameters(parameter, enabled=stage == 3):
-            found[name] = unsharded(plan.placements[name], parameter)
-    return found
+            return parameter.detach().clone()
+
+    return whole
+
+
+def gathered(model: Any, whole: Any) -> dict[str, torch.Tensor]:
+    """Name -> the whole HF tensor; ``whole`` takes a parameter over data parallelism."""
+    placements = plan_of(model).placements
+    return {name: unsharded(placements[name], whole(parameter)) for name, parameter in model.named_parameters()}
 
 
 def trained(family: str, stage: int, level: str | None) -> Steps:
@@ -64,7 +71,7 @@ def trained(family: str, stage: int, level: str | None) -> Steps:
     for ids in batches():
         losses.append(engine_step(engine, ids))
         norms.append(engine.get_global_grad_norm())
-    weights = gathered(engine.module, stage)
+    weights = gathered(engine.module, whole_of(stage))
     engine.destroy()
     return Steps(losses, [float(norm) for norm in norms if norm is not None], weights)
 
@@ -149,7 +156,7 @@ def _options() -> dict[str, dict[str, float]]:
             norms.append(float(engine.get_global_grad_norm()))
         assert scheduler.last_epoch == len(losses)
         assert optimizer is engine.optimizer
-        found[f"ZeRO-{stage}"] = gaps(Steps(losses, norms, gathered(engine.module, stage)), wanted)
+        found[f"ZeRO-{stage}"] = gaps(Steps(losses, norms, gathered(engine.module, whole_of(stage))), wanted)
         engine.destroy()
     return found
 

@@ -85,8 +85,9 @@ def hollow_out_stage(
         structure: layer stack of the definition.
         stage: the stage that lives here.
         wire: set before each forward.
-        dtype: dtype of the dummies that stand in for the output of an embedding elsewhere.
+        dtype: dtype of the parameters; ``wire`` keeps it for the dummies that stand in for an embedding elsewhere.
     """
+    wire.dtype = dtype
     for index in range(structure.count):
         path = structure.layer_path(index)
         if not stage.holds(structure, path):
@@ -98,7 +99,7 @@ def hollow_out_stage(
         if not stage.holds(structure, path):
             module = model.get_submodule(path)
             hollow_out(module)
-            wrap_forward(module, _dummy(structure, path, shapes, wire, dtype))
+            wrap_forward(module, _dummy(structure, path, shapes, wire))
     for path, module in model.named_modules():
         if stage.holds(structure, path) or next(module.parameters(recurse=False), None) is None:
             continue
@@ -250,9 +251,7 @@ def _leave_after(slot: HiddenStateArg) -> Callable[[Forward], Forward]:
     return wrapper
 
 
-def _dummy(
-    structure: LayerStack, path: str, shapes: Any, wire: StageBuffers, dtype: torch.dtype
-) -> Callable[[Forward], Forward]:
+def _dummy(structure: LayerStack, path: str, shapes: Any, wire: StageBuffers) -> Callable[[Forward], Forward]:
     """Makes a module return zeros of the shapes that the real one would; some definitions write into them."""
     places = _by_module(structure, structure.stage_inputs)[path]
 
@@ -260,7 +259,7 @@ def _dummy(
         if not isinstance(shape, Shape):
             return shape
         sizes = shape.sizes(wire.batch, wire.length)
-        return torch.zeros(sizes, dtype=shape.run_dtype(dtype), device=wire.device)
+        return torch.zeros(sizes, dtype=shape.run_dtype(wire.dtype), device=wire.device)
 
     def wrapper(forward: Forward) -> Forward:
         def dummy(*args: Any, **kwargs: Any) -> Any:

@@ -51,6 +51,7 @@ class StageBuffers:
         received: the hidden state that came in; None on the first stage.
         values: the sides that came in, or were made on this stage.
         batch, length, device: those of the token ids; the length is that of whole sequences.
+        dtype: dtype of the parameters, as they compute.
         open: whether a forward runs. Recompute in the backward pass stores nothing here, as it would stay.
     """
 
@@ -59,6 +60,7 @@ class StageBuffers:
     batch: int = 0
     length: int = 0
     device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
     open: bool = False
 
     def clear(self) -> None:
