@@ -14,9 +14,9 @@ from megasched import __version__
 from megasched.cli.apex import PARTS, Apex, find_apex
 from megasched.cli.cuda_headers import headers_problem
 from megasched.cli.installation import Package, find_packages
-from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.patches import registry
+from megasched.printing.tables import plain_table
 from megasched.trainer import seams
 from megasched.trainer.flags.flag_classes import unknown_flags
 from megasched.transformers_names import PrivateName, private_names

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rich.console import Console, OverflowMethod
-from rich.table import Table
+from rich.console import Console
 
 from megasched.json_output import print_json
 
@@ -41,14 +40,6 @@ def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_j
         print_json(found.to_dict())
     else:
         view(found, report_console())
-
-
-def plain_table(*headings: str, overflow: OverflowMethod = "ellipsis") -> Table:
-    """Returns a table without lines that has these columns; rich applies ``overflow`` to each of them."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading, overflow=overflow)
-    return table
 
 
 @contextmanager

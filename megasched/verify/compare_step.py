@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megasched.verify import bfloat16, parity
-from megasched.verify.dropout_masks import wrong_masks
+from megasched.verify.locate.dropout_masks import wrong_masks
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
 from megasched.verify.numbers import Check, Errors, Number, difference, errors_of, own_errors

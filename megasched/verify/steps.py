@@ -18,7 +18,7 @@ from megasched.reading.files import read_bytes
 from megasched.verify import batches as make
 from megasched.verify import recording, trainer_run
 from megasched.verify.batches import unreached_windows
-from megasched.verify.dropout_masks import switch, switch_on
+from megasched.verify.locate.dropout_masks import switch, switch_on
 from megasched.verify.plain.runs import OPTIMIZER, Batches, PlainModel, PlainRun
 from megasched.verify.ranks.pool import RankPool
 from megasched.verify.recording import RankReport

@@ -7,9 +7,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from megasched.definition.build import build_definition, load_config
 from megasched.errors import ConfigError
@@ -18,52 +17,13 @@ from megasched.language.schedule_file import split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.locate.bisect import Call, bisect_records, write_without
-from megasched.verify.locate.locate import Finding
-from megasched.verify.numbers import Check
 from megasched.verify.parity import failure
 from megasched.verify.plain.runs import PlainError
 from megasched.verify.ranks.pool import RankError, RankPool
+from megasched.verify.report.verification import Verification
 from megasched.verify.steps import Steps, make_subject
 
 MOST_RANKS = 16
-
-
-@dataclass
-class Verification:
-    """Holds the result of a verification.
-
-    Attributes:
-        model: name of the architecture.
-        small: whether a small copy stood for the model.
-        layers: number of layers that the model had.
-        bf16: whether it ran in bf16 instead of float32.
-        verdict: as an ``Outcome`` has it.
-        why: reason of a verdict that is not ``equal``; for ``equal``, a note on differences by rounding.
-        finding: place where it goes wrong, if it does and the place was found.
-        notes: what was changed in the model, and what no check sees of it.
-    """
-
-    schedule: str
-    hf_model: str
-    layout: ParallelDims
-    model: str
-    small: bool
-    layers: int
-    verdict: Literal["equal", "wrong", "refused", "failed"]
-    why: str = ""
-    checks: list[Check] = field(default_factory=list)
-    finding: Finding | None = None
-    seconds: float = 0.0
-    bf16: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def right(self) -> bool:
-        return self.verdict == "equal"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data for JSON."""
-        return {**asdict(self), "layout": str(self.layout), "right": self.right}
 
 
 def verify_schedule(

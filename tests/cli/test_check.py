@@ -9,7 +9,7 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     from megasched.language.parallel_dims import ParallelDims
     from megasched.verify.compare_step import Check
     from megasched.verify.locate.locate import Finding
-    from megasched.verify.verify import Verification
+    from megasched.verify.report.verification import Verification
 
     call = ("model.norm", "model.norm: hook(mode='fw_post')", "mine.py:3")
     finding = Finding("forward", "model.norm", "what it gives", (1,), 0.5, "twice", "a cause", (call,), (call,))

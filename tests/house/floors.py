@@ -116,7 +116,7 @@ LATE: dict[str, str] = {
     "megasched/graph/primitives.py: megasched/graph/patterns.py": _LISTED,
     "megasched/cli/check/commands.py: megasched/cli/check/archs.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/cli/check/new_adapter.py": _COMMAND,
-    "megasched/cli/check/commands.py: megasched/cli/check/verify.py": _COMMAND,
+    "megasched/cli/check/commands.py: megasched/verify/report/verification.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/matrix.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/new_adapter/new_adapter.py": _COMMAND,
     "megasched/cli/check/commands.py: megasched/verify/verify.py": _COMMAND,

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megasched.cli.output import plain_table, report_console
+from megasched.cli.output import report_console
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
+from megasched.printing.tables import plain_table
 from megasched.trainer.evidence.compatibility import load_matrix
 from megasched.verify.matrix import LAYOUT_NAMES
 

@@ -41,7 +41,7 @@ def verify(
     """
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with quiet_imports():
-        from megasched.cli.check.verify import print_verification
+        from megasched.verify.report.verification import print_verification
         from megasched.verify.verify import certify, verify_schedule
 
     with json_only(as_json):

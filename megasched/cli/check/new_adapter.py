@@ -9,11 +9,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from megasched.cli.output import plain_table
+from megasched.printing.tables import plain_table
 from megasched.verify.new_adapter.new_adapter import NewAdapter
 from megasched.verify.parity import TOLERANCE, Outcome
-
-VERDICTS = {"equal": "green", "wrong": "red", "refused": "yellow", "failed": "red"}
+from megasched.verify.report.verification import VERDICTS
 
 
 def print_new_adapter(found: NewAdapter, written: Path | None, console: Console) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megasched.cli.output import plain_table
 from megasched.errors import ConfigError
 from megasched.language.registry import call_of, document, get_primitive, has_primitive, list_primitives
+from megasched.printing.tables import plain_table
 
 
 @dataclass(frozen=True)

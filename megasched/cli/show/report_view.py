@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, plain_table, print_found
+from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found
 from megasched.cli.page.html import write_page
 from megasched.cli.page.page import build_page
 from megasched.cli.show.diff import compare_reports, print_diff
@@ -22,6 +22,7 @@ from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_sch
 from megasched.json_output import json_only
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import save_records
+from megasched.printing.tables import plain_table
 from megasched.trainer.evidence.compatibility import of_unchecked_options
 
 

@@ -1,20 +1,61 @@
-"""Prints the result of ``megasched verify`` in a terminal."""
+"""Holds the result of a verification, and prints it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from megasched.cli.check.new_adapter import VERDICTS
-from megasched.cli.output import plain_table
+from megasched.language.parallel_dims import ParallelDims
+from megasched.printing.tables import plain_table
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding
 from megasched.verify.numbers import Check
-from megasched.verify.verify import Verification
+
+VERDICTS = {"equal": "green", "wrong": "red", "refused": "yellow", "failed": "red"}
+
+
+@dataclass
+class Verification:
+    """Holds the result of a verification.
+
+    Attributes:
+        model: name of the architecture.
+        small: whether a small copy stood for the model.
+        layers: number of layers that the model had.
+        bf16: whether it ran in bf16 instead of float32.
+        verdict: as an ``Outcome`` has it.
+        why: reason of a verdict that is not ``equal``; for ``equal``, a note on differences by rounding.
+        finding: place where it goes wrong, if it does and the place was found.
+        notes: what was changed in the model, and what no check sees of it.
+    """
+
+    schedule: str
+    hf_model: str
+    layout: ParallelDims
+    model: str
+    small: bool
+    layers: int
+    verdict: Literal["equal", "wrong", "refused", "failed"]
+    why: str = ""
+    checks: list[Check] = field(default_factory=list)
+    finding: Finding | None = None
+    seconds: float = 0.0
+    bf16: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return self.verdict == "equal"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain data for JSON."""
+        return {**asdict(self), "layout": str(self.layout), "right": self.right}
 
 
 def print_verification(found: Verification, console: Console) -> None:
