@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megasched.language.subgraph import Subgraph
     from megasched.lowering.build import apply_schedule, build, create_schedule
     from megasched.lowering.materialize import materialize
+    from megasched.verify.library.verify_module import verify
     from megasched.weights.hf.folder import HFFolder
     from megasched.weights.random_init import RandomInit
 
@@ -73,6 +74,7 @@ _PUBLIC = {
     "register_schedule": "megasched.language.schedule_file",
     "replay": "megasched.language.schedule",
     "save_records": "megasched.language.records",
+    "verify": "megasched.verify.library.verify_module",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -48,7 +48,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
         elif name in _OF_EVERY_MODULE and not value:
             own = type(value)()
         else:
-            own = _copied(value, memo)
+            own = copy_value(value, memo)
         made.__dict__[name] = own
     return made
 
@@ -109,15 +109,19 @@ def _defines_copying(kind: type) -> bool:
     return False
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Returns a copy of an attribute of a module."""
+def copy_value(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a copy of an attribute of a module, or of what a record of a schedule holds.
+
+    Args:
+        memo: as for ``copy_module``; with that of a model, what belongs to the model becomes its copy's.
+    """
     kind = type(value)
     if kind in PLAIN:
         return value
     if kind in _FUNCTIONS or isinstance(value, torch.Tensor):
         return _held(value, memo)
     if kind in (dict, OrderedDict) and any(type(item) in _FUNCTIONS for item in value.values()):  # hooks
-        return kind((key, _copied(item, memo)) for key, item in value.items())
+        return kind((key, copy_value(item, memo)) for key, item in value.items())
     try:
         return copy.deepcopy(value, memo)
     except MegaschedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megasched.verify import bfloat16, parity
@@ -22,6 +23,7 @@ MOST_ROUNDING_OF_STEPS = 1e-2
 NAMED = 4
 _ROWS = {
     "loss": "loss",
+    "output": "outputs",
     "logits": "logits",
     "gradient": "gradients",
     "grad_norm": "gradient norm",
@@ -93,14 +95,14 @@ class StepComparison:
         states = self._locator(self.reports, first_step(self.plain), FIRST).hidden_states()
         wrong, note = self._explained(errors, self.reports)
         wrong_states = self._wrong_states(states)
-        checks = [_check(kind, errors, wrong) for kind in _ROWS if errors.of(kind)]
+        checks = checks_of(errors, wrong)
         checks.insert(2, _check_of_states(states, wrong_states))
         if errors.missing:
             few = ", ".join(errors.missing[:NAMED])
             return checks, f"not on both sides: {few}", self._missing(errors.missing[0])
         if wrong or wrong_states:
             finding = self._find(errors, wrong, bool(wrong_states))
-            return checks, _why(wrong, wrong_states), finding
+            return checks, why_wrong(wrong, wrong_states), finding
         if tp == 1 or not self.facts.dropouts or not steps.can_drop_out():
             return checks, note, None
         steps.progress("a step with dropout, to see which numbers the ranks draw")
@@ -116,21 +118,13 @@ class StepComparison:
 
     def _explained(self, errors: Errors, reports: list[RankReport]) -> tuple[dict[Number, float], str]:
         """Returns the errors that rounding does not explain, and a note on the largest beyond the tolerance."""
-        beyond = {n: error for n, error in errors.largest.items() if not error <= _tolerance(n)}
-        if not beyond:
-            return {}, ""
-        self.steps.progress("the same in float64, to tell rounding from mistakes")
-        exact = self.steps.reference(FIRST, "float64")
-        ours, theirs = errors_of(reports, exact, self.steps.layout.tp), own_errors(self.plain, exact)
-        wrong = {
-            number: error
-            for number, error in beyond.items()
-            if not _is_rounding(number, ours.largest[number], theirs.largest[number])
-        }
-        most = max(beyond, key=lambda number: beyond[number])
-        note = f"{most.name or most.kind} differs by {beyond[most]:.1e}; from float64 it is "
-        note += f"{ours.largest[most]:.1e}, and the unscheduled model's {theirs.largest[most]:.1e}"
-        return wrong, note
+
+        def against_exact() -> tuple[Errors, Errors]:
+            self.steps.progress("the same in float64, to tell rounding from mistakes")
+            exact = self.steps.reference(FIRST, "float64")
+            return errors_of(reports, exact, self.steps.layout.tp), own_errors(self.plain, exact)
+
+        return unexplained(errors, against_exact)
 
     def _wrong_states(self, states: dict[Any, float]) -> dict[Any, float]:
         """Returns the errors at the boundaries of layers that rounding does not explain."""
@@ -173,6 +167,34 @@ class StepComparison:
         return wrong_masks(locator, self.steps.with_dropout(schedule))
 
 
+def unexplained(
+    errors: Errors, against_exact: Callable[[], tuple[Errors, Errors]]
+) -> tuple[dict[Number, float], str]:
+    """Returns the errors that rounding does not explain, and a note on the largest beyond the tolerance.
+
+    Args:
+        against_exact: makes the errors of the run, and of the unscheduled model, against float64, if needed.
+    """
+    beyond = {n: error for n, error in errors.largest.items() if not error <= _tolerance(n)}
+    if not beyond:
+        return {}, ""
+    ours, theirs = against_exact()
+    wrong = {
+        number: error
+        for number, error in beyond.items()
+        if not _is_rounding(number, ours.largest[number], theirs.largest[number])
+    }
+    most = max(beyond, key=lambda number: beyond[number])
+    note = f"{most.name or most.kind} differs by {beyond[most]:.1e}; from float64 it is "
+    note += f"{ours.largest[most]:.1e}, and the unscheduled model's {theirs.largest[most]:.1e}"
+    return wrong, note
+
+
+def checks_of(errors: Errors, wrong: dict[Number, float]) -> list[Check]:
+    """Returns the check of each kind of number that there is."""
+    return [_check(kind, errors, wrong) for kind in _ROWS if errors.of(kind)]
+
+
 def step_of(run: PlainRun, look: Look) -> HfStep:
     """Returns the step that was looked at as an ``HfStep``."""
     step = look[0]
@@ -197,7 +219,7 @@ def _check(kind: str, errors: Errors, wrong: dict[Number, float]) -> Check:
     held = errors.of(kind)
     counted = {number: error for number, error in wrong.items() if number.kind == kind} or held
     most = max(counted, key=lambda number: counted[number])
-    where = most.name if kind in ("gradient", "weight", "buffer") else ""
+    where = most.name if kind in ("output", "gradient", "weight", "buffer") else ""
     where = f"step {most.step + 1}" if not where and counted is not held else where
     return Check(_ROWS[kind], counted[most], _tolerance(most), where, counted is held)
 
@@ -212,7 +234,12 @@ def _check_of_states(states: dict[Any, float], wrong: dict[Any, float]) -> Check
     )
 
 
-def _why(wrong: dict[Number, float], states: dict[Any, float]) -> str:
+def why_wrong(wrong: dict[Number, float], states: dict[Any, float]) -> str:
+    """Returns in words which numbers are wrong.
+
+    Args:
+        states: wrong boundaries of layers.
+    """
     kinds = [words for kind, words in _ROWS.items() if any(number.kind == kind for number in wrong)]
     kinds += ["hidden states"] if states and not kinds else []
     why = f"{', '.join(kinds)}: beyond the tolerance"

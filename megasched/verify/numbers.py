@@ -14,7 +14,7 @@ from megasched.verify.reference import FLOOR
 from megasched.verify.trainer_run import logits_of
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
-KINDS = ("loss", "logits", "gradient", "grad_norm", "weight", "buffer")
+KINDS = ("loss", "output", "logits", "gradient", "grad_norm", "weight", "buffer")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Number:
     Attributes:
         kind: one of ``KINDS``.
         step: step that it belongs to; -1 for values after the last step.
-        name: name of the parameter or buffer; place of the micro-batch for logits; else empty.
+        name: name of the parameter, buffer or output; place of the micro-batch for logits; else empty.
     """
 
     kind: str
@@ -87,13 +87,13 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
     losses = [report.losses for report in held if report.losses]
     for step, wanted in enumerate(run.losses):
         for of_rank in losses:
-            found.add(Number("loss", step), _off(of_rank[step], wanted))
+            found.add(Number("loss", step), off_by(of_rank[step], wanted))
         for rank, report in enumerate(held):
-            found.add(Number("grad_norm", step), _off(report.grad_norms[step], run.grad_norms[step]), rank)
+            found.add(Number("grad_norm", step), off_by(report.grad_norms[step], run.grad_norms[step]), rank)
         _add_logits(found, step, logits_of(held, step), run.logits[step])
-    floor = FLOOR * max(float(gradient.abs().max()) for gradient in run.gradients.values())
-    _add_replicas(found, "gradient", look_step, held, run.gradients, tp, lambda name: floor)
-    _add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
+    floor = floor_of(run.gradients)
+    add_replicas(found, "gradient", look_step, held, run.gradients, tp, lambda name: floor)
+    add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
     for rank, report in enumerate(held):
         for name, value in report.buffers.items():
             wanted_buffer = run.buffers.get(name)
@@ -105,11 +105,13 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
 def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
     """Returns how far the plain model in float32 is from itself in float64."""
     found = Errors()
-    for step, (loss, norm) in enumerate(zip(plain.losses, plain.grad_norms, strict=True)):
-        found.add(Number("loss", step), _off(loss, exact.losses[step]))
-        found.add(Number("grad_norm", step), _off(norm, exact.grad_norms[step]))
-        _add_logits(found, step, plain.logits[step], exact.logits[step])
-    floor = FLOOR * max(float(gradient.abs().max()) for gradient in exact.gradients.values())
+    for step, loss in enumerate(plain.losses):
+        found.add(Number("loss", step), off_by(loss, exact.losses[step]))
+    for step, norm in enumerate(plain.grad_norms):
+        found.add(Number("grad_norm", step), off_by(norm, exact.grad_norms[step]))
+    for step, logits in enumerate(plain.logits):
+        _add_logits(found, step, logits, exact.logits[step])
+    floor = floor_of(exact.gradients)
     for name, wanted in exact.gradients.items():
         found.add(Number("gradient", look_step, name), difference(plain.gradients[name], wanted, floor))
     for name, wanted in exact.weights.items():
@@ -118,6 +120,12 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
     for name, wanted in exact.buffers.items():
         found.add(Number("buffer", name=name), difference(plain.buffers[name], wanted))
     return found
+
+
+def floor_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """Returns the least size that errors of gradients are relative to, as one of nearly zero is noise."""
+    sizes = (float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
+    return FLOOR * max(sizes, default=0.0)
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
@@ -160,7 +168,7 @@ def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tupl
 type Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _add_replicas(
+def add_replicas(
     found: Errors,
     kind: str,
     step: int,
@@ -169,6 +177,13 @@ def _add_replicas(
     tp: int,
     scale: Callable[[str], float],
 ) -> None:
+    """Adds how far each rank's part of tensors is off, relative to the whole tensor's size.
+
+    Args:
+        kind: one of ``KINDS``; the reports have the parts by its plural.
+        wanted: name -> the whole tensor.
+        scale: least size that an error is relative to; a negative one is the size itself.
+    """
     met = set()
     for rank, name, shard, cut in replicas(reports, f"{kind}s", tp):
         met.add(name)
@@ -192,5 +207,6 @@ def _add_logits(found: Errors, step: int, got: Sequence[torch.Tensor], wanted: S
         found.add(Number("logits", step, str(place)), difference(mine, right))
 
 
-def _off(got: float, wanted: float) -> float:
+def off_by(got: float, wanted: float) -> float:
+    """Returns the relative error of a number."""
     return abs(got - wanted) / max(abs(wanted), 1e-30)

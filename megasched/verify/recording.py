@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megasched.language.records import Record
+from megasched.plan.plan import Plan
 from megasched.verify.plain.watching import Sightings, Watch
 from megasched.verify.reference import IGNORED
 
@@ -77,6 +78,14 @@ class PlanFacts:
     dropouts: tuple[str, ...]
     records: tuple[tuple[str, str, str], ...]
     adapters: tuple[Record, ...]
+
+
+def components_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Maps the path of each module that is cut to the sizes of the projections packed into its output."""
+    packed = {
+        path: plan.placement(path, "weight").components for path, cut in plan.cuts.items() if cut == "column"
+    }
+    return {path: sizes for path, sizes in packed.items() if sizes}
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,4 +170,5 @@ def _off(got: float, expected: float) -> float:
 
 def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value expected, or to ``floor`` if that is more."""
-    return float((got - expected).abs().max()) / max(float(expected.abs().max()), floor)
+    off, size = float((got - expected).abs().max()), max(float(expected.abs().max()), floor)
+    return off / size if size else (0.0 if off == 0 else math.inf)

@@ -26,6 +26,7 @@ from megasched.verify.recording import (
     PlanFacts,
     RankReport,
     Serving,
+    components_of,
     record_batches,
     record_logits,
     record_samples,
@@ -174,13 +175,10 @@ def _watch(chunk: Any) -> Watch:
 
 def _facts(chunk: Any) -> PlanFacts:
     plan, structure = chunk.plan, chunk.plan.structure
-    packed = {
-        path: plan.placement(path, "weight").components for path, cut in plan.cuts.items() if cut == "column"
-    }
     return PlanFacts(
         layers=tuple(structure.layer_path(index) for index in structure.called or range(structure.count)),
         cuts=dict(plan.cuts),
-        components={path: sizes for path, sizes in packed.items() if sizes},
+        components=components_of(plan),
         dropouts=tuple(path for path, m in chunk.definition.named_modules() if isinstance(m, torch.nn.Dropout)),
         records=tuple((record.path, str(record), record.source) for record in plan.records),
         adapters=tuple(plan.records_where(lambda primitive: primitive.chooses_trained)),

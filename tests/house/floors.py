@@ -130,6 +130,9 @@ LATE: dict[str, str] = {
     "megasched/cli/weights.py: megasched/weights/exporting.py": _COMMAND,
     "megasched/cli/weights.py: megasched/weights/importing.py": _COMMAND,
     "megasched/cli/weights.py: megasched/weights/inspection.py": _COMMAND,
+    "megasched/verify/__init__.py: megasched/verify/library/verify_module.py": (
+        "heavy: the whole library, for who calls the package; who imports one of its files does without"
+    ),
     "megasched/verify/facts.py: megasched/plan/decisions.py": _IN_A_RANK,
     "megasched/verify/facts.py: megasched/trainer/session.py": _IN_A_RANK,
     "megasched/verify/recording.py: megasched/trainer/losses/loss.py": _IN_A_RANK,

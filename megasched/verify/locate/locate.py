@@ -157,8 +157,7 @@ class Locator:
 
     def _own(self, wanted: torch.Tensor, cp_rank: int) -> torch.Tensor:
         """Returns a context-parallel rank's part of [b, s, ...]; a tensor without that s stays whole."""
-        length = self.expected.logits[0].shape[1]
-        if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != length:
+        if self.cp == 1 or wanted.dim() < 2 or wanted.shape[1] != self.expected.logits[0].shape[1]:
             return wanted
         return Zigzag(self.cp, cp_rank).local_sequence(wanted, ShardDim(1))
 

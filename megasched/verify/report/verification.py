@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from typing import Any, Literal
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding
 from megasched.verify.numbers import Check
 
+WIDTH = 100
 VERDICTS = {"equal": "green", "wrong": "red", "refused": "yellow", "failed": "red"}
 
 
@@ -25,7 +27,9 @@ class Verification:
     """Holds the result of a verification.
 
     Attributes:
-        model: name of the architecture.
+        schedule: name of it, or how many calls it has.
+        hf_model: folder of the model; empty for a module of a program.
+        model: name of the architecture, or of the module's class.
         small: whether a small copy stood for the model.
         layers: number of layers that the model had.
         bf16: whether it ran in bf16 instead of float32.
@@ -57,13 +61,16 @@ class Verification:
         """Returns the result as plain data for JSON."""
         return {**asdict(self), "layout": str(self.layout), "right": self.right}
 
+    def __str__(self) -> str:
+        """Returns what ``megasched verify`` prints, without colours."""
+        text = StringIO()
+        print_verification(self, Console(file=text, width=WIDTH, highlight=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
 
 def print_verification(found: Verification, console: Console) -> None:
     """Prints the verdict, every number, and where the first error lies, laid out for 100 columns."""
-    what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
-    subject = f"[bold]{escape(found.model)}[/] ({what}) under [bold]{escape(found.schedule)}[/]"
-    precision = " in bf16" if found.bf16 else ""
-    console.print(f"{subject} at {found.layout}{precision}, against HF alone")
+    console.print(_headline(found))
     if found.checks:
         console.print(_table(found.checks))
     colour = VERDICTS[found.verdict]
@@ -74,6 +81,14 @@ def print_verification(found: Verification, console: Console) -> None:
         console.print(Padding(escape(note), (0, 0, 0, 2), expand=False))
     if found.finding is not None:
         _print_finding(found.finding, console)
+
+
+def _headline(found: Verification) -> str:
+    model, schedule = f"[bold]{escape(found.model)}[/]", f"[bold]{escape(found.schedule)}[/] at {found.layout}"
+    if not found.hf_model:
+        return f"{model} under {schedule}, against the module alone"
+    what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
+    return f"{model} ({what}) under {schedule}{' in bf16' if found.bf16 else ''}, against HF alone"
 
 
 def _table(checks: list[Check]) -> Table:

@@ -1,0 +1,222 @@
+"""Compares one step of a scheduled module with the unscheduled one's, in the groups of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.definition.images.convolutions import is_batch_norm
+from megasched.definition.module_copy import copy_module, copy_value
+from megasched.errors import MegaschedError, some_of
+from megasched.language.schedule import Schedule
+from megasched.language.schedule import replay as repeat_calls
+from megasched.lowering.build import build, create_schedule, placements_of, plan_of
+from megasched.verify.compare_step import checks_of, unexplained, why_wrong
+from megasched.verify.library.module_step import Example, ModuleStep, take_step
+from megasched.verify.locate.bisect import Call
+from megasched.verify.locate.locate import Finding, Locator
+from megasched.verify.numbers import Check, Errors, Number, add_replicas, difference, floor_of, off_by
+from megasched.verify.parity import TOLERANCE
+from megasched.verify.plain.loading import own_experts
+from megasched.verify.plain.watching import Float64, Sightings
+from megasched.verify.recording import PlanFacts, RankReport, components_of
+from megasched.verify.reference import HfStep
+
+HALVES = (torch.float16, torch.bfloat16)
+OWN_SAMPLES = "each data-parallel rank normalizes its own samples: sync_batch_norm() takes the statistics over all"
+
+
+class ModuleComparison:
+    """Runs the module of a schedule with it, with some of its calls alone, and without it.
+
+    Attributes:
+        calls: all calls of the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, example: Example) -> None:
+        """Runs the step of the unscheduled module."""
+        self._schedule, self._model, self._example = schedule, schedule.root.mod, example
+        self.calls = tuple((record.path, str(record), record.source) for record in schedule.records)
+        self._rank, self._replicas = _rank_here()
+        self._plain = take_step(self._copy({}), example, RankReport(0, 0, 0), {})
+        self._facts = PlanFacts((), {}, {}, (), self.calls, ())
+        self._remarks: list[str] = []
+
+    def run(self, without: Sequence[Call] = ()) -> list[ModuleStep]:
+        """Runs the scheduled step and returns those of all ranks, in their order.
+
+        Args:
+            without: calls to leave out.
+
+        Raises:
+            MegaschedError: the schedule was refused.
+            RuntimeError: the step failed, on whichever rank.
+        """
+        mine: Any
+        try:
+            mine = self._run(without)
+        except MegaschedError as error:
+            mine = error
+        except Exception as error:  # of whatever kind: it is the user's code that runs
+            mine = RuntimeError(f"{type(error).__name__}: {error}")
+        every = [mine]
+        if self._rank is not None:
+            every = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(every, mine)
+        for one in every:
+            if isinstance(one, Exception):
+                raise one
+        return every
+
+    def judge(self, steps: list[ModuleStep]) -> tuple[list[Check], str, Finding | None]:
+        """Returns every check, a remark on them, and the first place that goes wrong, or None."""
+        errors = self._errors(steps, self._plain)
+        wrong, why = unexplained(errors, lambda: self._against_exact(steps, errors))
+        copies = _of_copies(steps)
+        checks = [*checks_of(errors, wrong), *copies]
+        if all(check.equal for check in checks):
+            return checks, why, None
+        expected = HfStep(0.0, [], self._whole(steps, "gradients"), 0.0, _of_first_replica(self._plain, steps))
+        locator = Locator(steps, expected, self._schedule.layout.tp, 1, 1, self._facts)
+        finding = locator.first() or _furthest(locator, errors, wrong, copies)
+        if self._replicas is not None and is_batch_norm(dict(self._model.named_modules()).get(finding.where)):
+            finding = replace(finding, cause=OWN_SAMPLES)
+        return checks, why_wrong(wrong, {}) if wrong else "copies: beyond the tolerance", finding
+
+    def notes(self, steps: list[ModuleStep]) -> list[str]:
+        """Returns what no number tells: what was not compared, and dropouts that were switched off."""
+        left = sorted(self._plain.gradients.keys() - self._whole(steps, "gradients").keys())
+        found = list(self._remarks)
+        found += [f"frozen, or made anew, by the schedule, so not compared: {some_of(left)}"] if left else []
+        silenced = sorted({*self._plain.silenced, *(path for step in steps for path in step.silenced)})
+        return found + ([f"dropouts are off on both sides: {some_of(silenced)}"] if silenced else [])
+
+    # runs -------------------------------------------------------------------------------------------
+
+    def _copy(self, memo: dict[int, Any]) -> nn.Module:
+        made: nn.Module = copy_module(self._model, memo)
+        return made.float() if any(parameter.dtype in HALVES for parameter in made.parameters()) else made
+
+    def _run(self, without: Sequence[Call]) -> ModuleStep:
+        memo: dict[int, Any] = {}
+        sch = create_schedule(self._copy(memo), self._schedule.layout, self._schedule.roles)
+        kept = [r for r in self._schedule.records if (r.path, str(r), r.source) not in without]
+        repeat_calls([replace(r, arguments=copy_value(dict(r.arguments), memo)) for r in kept], sch)
+        example, replicas = self._example, self._replicas
+        if replicas is not None:
+            count, rank, size = example.samples, replicas.rank(), replicas.size()
+            example = example.mapped(lambda t: t.chunk(size)[rank] if t.dim() and len(t) == count else t)
+        built = build(sch, inputs=example.inputs)
+        plan = plan_of(built)
+        if not without:
+            self._facts = replace(self._facts, cuts=dict(plan.cuts), components=components_of(plan))
+        placements = {**plan.placements, **placements_of(built)}
+        return take_step(built, example, self._rank or RankReport(0, 0, 0), placements, replicas)
+
+    # errors -----------------------------------------------------------------------------------------
+
+    def _whole(
+        self, steps: list[ModuleStep], what: str, plain: ModuleStep | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the unscheduled step's tensors that all ranks have in that shape, and train or freeze alike.
+
+        Args:
+            what: ``gradients``, ``weights`` or ``buffers``.
+            plain: another unscheduled step.
+        """
+        plain = plain or self._plain
+        return {
+            name: value
+            for name, (value, _) in getattr(plain, what).items()
+            if all(
+                name in (held := getattr(step, what))
+                and held[name][1].shape == (*value.shape,)
+                and (name in step.trained) == (name in plain.trained)
+                for step in steps
+            )
+        }
+
+    def _errors(self, steps: list[ModuleStep], plain: ModuleStep, tp: int = 0) -> Errors:
+        found, tp = Errors(), tp or self._schedule.layout.tp
+        for rank, step in enumerate(steps):
+            found.add(Number("loss", 0), off_by(step.losses[0], plain.losses[0]), rank)
+            for name, wanted in plain.outputs.items():
+                got = step.outputs.get(name)
+                found.add(Number("output", 0, name), torch.inf if got is None else difference(got, wanted), rank)
+        gradients = self._whole(steps, "gradients", plain)
+        floor = floor_of(gradients)
+        add_replicas(found, "gradient", 0, steps, gradients, tp, lambda name: floor)
+        weights = self._whole(steps, "weights", plain)
+        add_replicas(found, "weight", -1, steps, weights, tp, lambda name: -max(plain.changes.get(name, 0), 1e-5))
+        add_replicas(found, "buffer", -1, steps, self._whole(steps, "buffers", plain), tp, lambda name: 0.0)
+        return found
+
+    def _against_exact(self, steps: list[ModuleStep], errors: Errors) -> tuple[Errors, Errors]:
+        """Returns the errors against float64, of the scheduled steps and of the unscheduled one.
+
+        Args:
+            errors: those against float32; where the module has no float64, it counts as exact.
+        """
+        model = self._copy({}).double()
+        if hasattr(model, "set_experts_implementation"):
+            own_experts(model)
+        example = self._example.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        try:
+            with Float64():
+                exact = take_step(model, example, RankReport(0, 0, 0), {})
+        except Exception as error:  # of whatever kind: it is the user's code that runs
+            self._remarks = [f"nothing tells rounding from mistakes, as the module has no float64: {error}"]
+            return errors, self._errors([self._plain], self._plain, tp=1)
+        return self._errors(steps, exact), self._errors([self._plain], exact, tp=1)
+
+
+def _rank_here() -> tuple[RankReport | None, Any]:
+    """Returns this rank's numbers, and the data-parallel group if there are several such ranks."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None, None
+    group = parallel_state.get_data_parallel_group()
+    own = RankReport(parallel_state.get_tensor_model_parallel_rank(), group.rank(), 0)
+    return own, group if group.size() > 1 else None
+
+
+def _of_copies(steps: Sequence[ModuleStep]) -> list[Check]:
+    """Returns the check that ranks which hold the same part of a tensor agree on it; none for one rank."""
+    if len(steps) == 1:
+        return []
+    first: dict[Any, torch.Tensor] = {}
+    floor = floor_of({name: value for name, (value, _) in steps[0].gradients.items()})
+    worst = 0.0, ""
+    for step in steps:
+        for what, held in (("gradient of ", step.gradients), ("", {**step.weights, **step.buffers})):
+            for name, (value, placement) in held.items():
+                one = first.setdefault((what, name, step.tp_rank if placement.sharded else 0), value)
+                worst = max(worst, (difference(value, one, floor if what else 0.0), what + name))
+    return [Check("copies", worst[0], TOLERANCE, worst[1], worst[0] <= TOLERANCE)]
+
+
+def _of_first_replica(plain: ModuleStep, steps: Sequence[ModuleStep]) -> Sightings:
+    """Returns what the first data-parallel rank is to see of the whole batch: tensors have its samples first."""
+    seen, replicas = plain.sightings, 1 + max(step.dp_rank for step in steps)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(replicas)[0] if tensor.dim() and len(tensor) % replicas == 0 else tensor
+
+    values, gradients = ({e: own(t) for e, t in held.items()} for held in (seen.values, seen.gradients))
+    return Sightings(seen.order, values, gradients, seen.sources)
+
+
+def _furthest(locator: Locator, errors: Errors, wrong: dict[Number, float], copies: list[Check]) -> Finding:
+    """Returns a finding for what is furthest off where no module shows anything."""
+    if not wrong:
+        return locator.finding_at(copies[0].worst, "the copies of it", tuple(range(len(locator.reports))), "", "")
+    most = max(wrong, key=lambda number: wrong[number])
+    ranks = tuple(rank for rank, error in sorted(errors.ranks[most].items()) if error > TOLERANCE)
+    found = locator.finding_at(most.name or most.kind, f"its {most.kind}", ranks, "", "")
+    direction = "backward" if most.kind in ("gradient", "weight") else "forward"
+    return replace(found, direction=direction, error=wrong[most])
