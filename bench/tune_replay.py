@@ -22,9 +22,8 @@ import machine
 import tune_grid_synthetic as synthetic
 
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import SAMPLERS, Encoding
 from megasched.tuner.space import Space
-from megasched.tuner.study import open_study, tune
+from megasched.tuner.study import Search
 
 DATA = Path(__file__).parent / "data"
 GRIDS = ("tune_grid_synthetic", "tune_grid_cpu")
@@ -121,9 +120,8 @@ def search(
     """For each trial, how far the best point so far, by what was measured, is below the grid's best."""
     space = grid.space(memory=memory)
     first = space.place(dict(zip(grid.names, start, strict=True)))
-    chosen = SAMPLERS[sampler](Encoding(space), seed=seed, first=[first])
-    study = open_study(None, space, [], chosen)
-    tuning = tune(study, space, chosen, Replay(grid, seed, noise), math.floor(SHARE * len(space.points)))
+    chosen = Search(space, sampler, seed=seed, first=[first])
+    tuning = chosen.run(Replay(grid, seed, noise), math.floor(SHARE * len(space.points)))
     found, best, gaps = 0.0, -1.0, []
     for trial in tuning.trials:
         if trial.result.score is not None and trial.result.score > best:

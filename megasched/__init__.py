@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megasched.language.subgraph import Subgraph
     from megasched.lowering.build import apply_schedule, build, create_schedule
     from megasched.lowering.materialize import materialize
+    from megasched.tuner.space import Space
+    from megasched.tuner.tune import tune
     from megasched.verify.library.verify_module import verify
     from megasched.weights.hf.folder import HFFolder
     from megasched.weights.random_init import RandomInit
@@ -54,6 +56,7 @@ _PUBLIC = {
     "Schedule": "megasched.language.schedule",
     "ScheduleError": "megasched.errors",
     "ScheduleList": "megasched.language.schedule",
+    "Space": "megasched.tuner.space",
     "Subgraph": "megasched.language.subgraph",
     "apply_schedule": "megasched.lowering.build",
     "build": "megasched.lowering.build",
@@ -74,6 +77,7 @@ _PUBLIC = {
     "register_schedule": "megasched.language.schedule_file",
     "replay": "megasched.language.schedule",
     "save_records": "megasched.language.records",
+    "tune": "megasched.tuner.tune",
     "verify": "megasched.verify.library.verify_module",
 }
 

@@ -2,9 +2,9 @@
 
 Fenced blocks are read by their language:
 
-* ``python`` in library.md, adapters.md, add-an-architecture.md, graphs.md, slapo.md and verify.md runs, block
-  after block in one namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs on so
-  many ranks, by itself.
+* ``python`` in library.md, adapters.md, add-an-architecture.md, graphs.md, slapo.md, tune.md and verify.md runs,
+  block after block in one namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs
+  on so many ranks, by itself.
 * ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
   saves it under this name for the commands below.
 * ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
@@ -228,7 +228,8 @@ def no_new_primitives(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", ["library.md", "adapters.md", "add-an-architecture.md", "graphs.md", "slapo.md", "verify.md"]
+    "page",
+    ["library.md", "adapters.md", "add-an-architecture.md", "graphs.md", "slapo.md", "tune.md", "verify.md"],
 )
 def test_code_runs_and_prints_what_the_page_shows(page, ranks, monkeypatch, tmp_path, no_new_primitives):
     monkeypatch.chdir(tmp_path)

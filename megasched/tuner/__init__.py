@@ -1,1 +1,1 @@
-"""Searches a space of flags and schedule options by short runs of the trainer, for ``megasched tune``."""
+"""Searches a space by runs of the trainer, for ``megasched tune``, or by a function, for ``megasched.tune``."""

@@ -1,6 +1,6 @@
-"""Runs the search of ``megasched tune``, and keeps its trials in a file, as a study of Optuna.
+"""Searches for ``megasched tune`` and ``megasched.tune``, and keeps trials in a file, as a study of Optuna.
 
-So a search can be stopped, and the same command goes on.
+So a search can be stopped, and the same command or program goes on.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +18,12 @@ from optuna.trial import TrialState
 
 from megasched.errors import ConfigError
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import POINT, RESULT, PointSampler, history
+from megasched.tuner.samplers import POINT, RESULT, SAMPLERS, Encoding, PointSampler, history
 from megasched.tuner.space import Space
 
 NAME = "megasched tune"
 FILE = "study.sqlite"
-# When the first trials all end so, the mistake is in the command, and more of them would be of no use.
+# When the first trials all end so, the mistake is in what is tried, and more of them would be of no use.
 HOPELESS = 3
 SHARE, FEWEST = 0.2, 10
 
@@ -98,7 +98,7 @@ def _changed(folder: Path | None, before: dict[str, Any], now: dict[str, Any]) -
     listed = "".join(f"\n  - {line}" for line in lines)
     return (
         f"the study in {folder} is of something else:{listed}\n"
-        "its trials can't be compared with new ones; take another folder with --dir, or undo the change"
+        "its trials can't be compared with new ones; take another folder, or undo the change"
     )
 
 
@@ -176,51 +176,78 @@ def default_trials(points: int) -> int:
     return min(points, max(FEWEST, math.ceil(SHARE * points)))
 
 
-def tune(
-    study: optuna.Study,
-    space: Space,
-    sampler: PointSampler,
-    runner: Runner,
-    trials: int,
-    *,
-    on_start: Callable[[dict[str, Any], Tuning], None] = lambda point, tuning: None,
-    on_end: Callable[[Tuning], None] = lambda tuning: None,
-) -> Tuning:
-    """Makes trials until the study has ``trials`` of them, or no point is left.
+class Search:
+    """Searches a space by trials; in a folder with a study it goes on where that was.
 
     Args:
-        trials: number of trials in all, those included that the study has already.
-        on_start: called with a point before its trial.
-        on_end: called after each trial.
+        sampler: one of ``SAMPLERS``, which chooses the points.
+        first: places of the points to begin with.
+        folder: holds the study; None for one in memory.
+        command: what is tried: a command line without the flags of a point, or the name of a function.
 
     Raises:
-        ConfigError: the first trials all crashed or were refused.
+        ConfigError: there is no such sampler, or the folder holds a study of something else.
     """
-    tuning = tuning_so_far(study, space, sampler)
-    while len(tuning.trials) < trials:
-        try:
-            trial = begin_trial(study, space)
-        except LookupError:
-            break
-        point = space.points[trial.user_attrs["point"]]
-        on_start(point, tuning)
-        try:
-            result = runner.run(trial.number, point)
-        except BaseException:
-            study.tell(trial, state=TrialState.FAIL)
-            raise
-        end_trial(study, trial, result)
-        tuning = tuning_so_far(study, space, sampler)
-        on_end(tuning)
-        _stop_if_hopeless(tuning)
-    return tuning
 
+    def __init__(
+        self,
+        space: Space,
+        sampler: str = "model",
+        *,
+        seed: int = 0,
+        first: Iterable[int] = (),
+        folder: Path | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        if sampler not in SAMPLERS:
+            raise ConfigError(f"sampler {sampler}: there are {', '.join(SAMPLERS)}")
+        self.space = space
+        self.sampler = SAMPLERS[sampler](Encoding(space), seed=seed, first=first)
+        self.study = open_study(folder, space, command, self.sampler)
 
-def tuning_so_far(study: optuna.Study, space: Space, sampler: PointSampler) -> Tuning:
-    """Returns what the study holds."""
-    trials = ended_trials(study, space)
-    left = len(sampler.open_points(history(study)))
-    return Tuning(len(space.points), trials, len(space.points) - left - len({str(t.point) for t in trials}))
+    def run(
+        self,
+        runner: Runner,
+        trials: int | None = None,
+        *,
+        on_start: Callable[[dict[str, Any], Tuning], None] = lambda point, tuning: None,
+        on_end: Callable[[Tuning], None] = lambda tuning: None,
+    ) -> Tuning:
+        """Makes trials until the study has ``trials`` of them, or no point is left.
+
+        Args:
+            trials: number of trials in all, those included that the study has already; by default as many as
+                ``default_trials`` says.
+            on_start: called with a point before its trial.
+            on_end: called after each trial.
+
+        Raises:
+            ConfigError: the first trials all crashed or were refused.
+        """
+        tuning, trials = self.so_far(), trials or default_trials(len(self.space.points))
+        while len(tuning.trials) < trials:
+            try:
+                trial = begin_trial(self.study, self.space)
+            except LookupError:
+                break
+            point = self.space.points[trial.user_attrs["point"]]
+            on_start(point, tuning)
+            try:
+                result = runner.run(trial.number, point)
+            except BaseException:
+                self.study.tell(trial, state=TrialState.FAIL)
+                raise
+            end_trial(self.study, trial, result)
+            tuning = self.so_far()
+            on_end(tuning)
+            _stop_if_hopeless(tuning)
+        return tuning
+
+    def so_far(self) -> Tuning:
+        """Returns what the study holds."""
+        trials = ended_trials(self.study, self.space)
+        points, left = len(self.space.points), len(self.sampler.open_points(history(self.study)))
+        return Tuning(points, trials, points - left - len({str(t.point) for t in trials}))
 
 
 def _stop_if_hopeless(tuning: Tuning) -> None:
@@ -228,6 +255,6 @@ def _stop_if_hopeless(tuning: Tuning) -> None:
     if len(tuning.trials) == HOPELESS and outcomes <= {"crash", "refused"}:
         lines = [f"  - trial {trial.number} {trial.result.outcome}: {trial.result.why}" for trial in tuning.trials]
         raise ConfigError(
-            "\n".join([f"the first {HOPELESS} trials all failed, so that the command may be wrong:", *lines])
-            + "\nthe same command goes on, if these were bad luck"
+            "\n".join([f"the first {HOPELESS} trials all failed, so that what is tried may be wrong:", *lines])
+            + "\nstarted again, the search goes on, if these were bad luck"
         )

@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_trial_and_leaves_nothing_behind(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "command", "message"),
     [
-        (["--sampler", "random"], None, "--sampler random: there are model, tpe, grid"),
+        (["--sampler", "random"], None, "sampler random: there are model, tpe, grid"),
         ([], ["no-such-program"], "no-such-program: no such program"),
         ([], [sys.executable, "--save", "x"], "--save: trials end after a few iterations"),
         (["--warm-start", "none.json"], None, "--warm-start none.json: No such file"),

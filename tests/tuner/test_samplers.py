@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from megasched.tuner.outcome import Result
-from megasched.tuner.samplers import SAMPLERS, Encoding
+from megasched.tuner.samplers import SAMPLERS
 from megasched.tuner.space import Space
-from megasched.tuner.study import open_study, tune
+from megasched.tuner.study import Search
 
 SCORE = {"a": 1.0, "b": 1.2}
 
@@ -37,9 +37,7 @@ class Synthetic:
 
 def search(name, trials, *, seed=0, first=()):
     space, runner = make(), Synthetic()
-    sampler = SAMPLERS[name](Encoding(space), seed=seed, first=first)
-    tuning = tune(open_study(None, space, [], sampler), space, sampler, runner, trials)
-    return space, runner, tuning
+    return space, runner, Search(space, name, seed=seed, first=first).run(runner, trials)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -97,8 +95,7 @@ def test_what_is_slow_or_refused_is_learned_from_and_a_crash_is_not():
                 seen.append(point["x"])
                 return Result(outcome) if point["x"] >= 20 else Result("ok", 10.0 - abs(point["x"] - 15))
 
-        sampler = SAMPLERS["model"](Encoding(space))
-        tune(open_study(None, space, [], sampler), space, sampler, Runner(), 16)
+        Search(space).run(Runner(), 16)
         tried[outcome] = sum(x >= 20 for x in seen)
         assert 15 in seen
     assert all(count <= 5 for count in tried.values()), tried

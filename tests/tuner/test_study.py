@@ -7,7 +7,7 @@ from megasched.errors import ConfigError
 from megasched.tuner.outcome import Result
 from megasched.tuner.samplers import SAMPLERS, Encoding, distributions
 from megasched.tuner.space import Space
-from megasched.tuner.study import begin_trial, default_trials, ended_trials, open_study, tune
+from megasched.tuner.study import Search, begin_trial, default_trials, ended_trials, open_study
 
 COMMAND = ["torchrun", "pretrain_gpt.py"]
 
@@ -35,10 +35,7 @@ class Counting:
 
 
 def search(folder, runner, trials, *, space=None, command=COMMAND, name="model"):
-    space = space or make()
-    sampler = SAMPLERS[name](Encoding(space))
-    study = open_study(folder, space, command, sampler)
-    return tune(study, space, sampler, runner, trials)
+    return Search(space or make(), name, folder=folder, command=command).run(runner, trials)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

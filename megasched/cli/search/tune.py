@@ -22,9 +22,8 @@ from megasched.json_output import json_only, print_json
 from megasched.launch.watched_run import INTERRUPTED
 from megasched.tuner.plots import save_plots
 from megasched.tuner.runner import CommandRunner, SlurmRunner, SubprocessRunner, check_command, point_words
-from megasched.tuner.samplers import SAMPLERS, Encoding
 from megasched.tuner.space import Space, load_space
-from megasched.tuner.study import Trial, Tuning, default_trials, open_study, tune, tuning_so_far
+from megasched.tuner.study import Search, Trial, Tuning, default_trials
 from megasched.tuner.warm_start import read_warm_start
 
 COLOURS = {"ok": "green", "oom": "magenta", "timeout": "yellow", "refused": "yellow", "crash": "red"}
@@ -88,20 +87,19 @@ def _check_program(program: str, *, slurm: bool) -> None:
 
 def _search(space: Space, command: Sequence[str], settings: Settings, console: Console) -> tuple[Tuning, bool]:
     """Runs the search, and returns its result and whether Ctrl-C ended it."""
-    if settings.sampler not in SAMPLERS:
-        raise ConfigError(f"--sampler {settings.sampler}: there are {', '.join(SAMPLERS)}")
     first = read_warm_start(settings.warm_start, space) if settings.warm_start else []
-    sampler = SAMPLERS[settings.sampler](Encoding(space), seed=settings.seed, first=first)
-    study = open_study(settings.folder, space, command, sampler)
+    search = Search(
+        space, settings.sampler, seed=settings.seed, first=first, folder=settings.folder, command=command
+    )
     trials = settings.trials or default_trials(len(space.points))
     # A scheduler that ends this process shall leave no trial running either.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with watch(console, space, trials) as (on_start, on_end):
             runner = _runner(command, space, settings)
-            return tune(study, space, sampler, runner, trials, on_start=on_start, on_end=on_end), False
+            return search.run(runner, trials, on_start=on_start, on_end=on_end), False
     except KeyboardInterrupt:
-        return tuning_so_far(study, space, sampler), True
+        return search.so_far(), True
     finally:
         signal.signal(signal.SIGTERM, previous)
 
