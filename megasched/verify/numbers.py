@@ -131,15 +131,24 @@ def floor_of(gradients: Mapping[str, torch.Tensor]) -> float:
 def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value wanted; infinity where shapes differ.
 
-    It is relative to ``scale`` where that is larger, and to ``-scale`` alone where that is positive.
+    It is relative to ``scale`` where that is larger, and to ``-scale`` alone where that is positive. Equal
+    infinities, as masks have them, are no difference and no size.
     """
     if got.shape != wanted.shape:
         return math.inf
-    if not got.numel():
+    got, wanted = got.double(), wanted.double()
+    apart = got != wanted
+    if not apart.any():
         return 0.0
-    off = float((got.double() - wanted.double()).abs().max())
-    size = -scale if scale < 0 else max(float(wanted.abs().max()), scale)
-    return off / size if size else (0.0 if off == 0 else math.inf)
+    off = float((got - wanted)[apart].abs().max())
+    size = -scale if scale < 0 else max(_largest(wanted), scale)
+    return off / size if size else math.inf
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Returns the largest finite size of a tensor's numbers."""
+    finite = tensor.double()[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tuple[int, str, torch.Tensor, Cut]]:
@@ -189,7 +198,7 @@ def add_replicas(
         met.add(name)
         if name not in wanted:
             continue
-        whole = max(float(wanted[name].abs().max()), 1e-30)
+        whole = max(_largest(wanted[name]), 1e-30)
         floor = scale(name)
         # Of the whole tensor's size: a part may hold small values alone.
         size = floor if floor < 0 else -max(whole, floor)

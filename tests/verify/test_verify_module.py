@@ -104,6 +104,36 @@ def test_a_loss_of_ones_own(ranks):
     assert_equal(report, ["loss", "outputs", "gradients", "weights", "copies"])
 
 
+class Masked(nn.Module):
+    """Writes into its input, and has masks of numbers and of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((5, 5), -torch.inf).triu(1))
+        self.register_buffer("seen", torch.ones(5, 1, dtype=torch.bool))
+        self.mlp = randomize(Mlp())
+
+    def forward(self, x):
+        mixed = self.mask.softmax(-1) @ x.mul_(2).masked_fill(~self.seen, 0)
+        return self.mlp(mixed), self.mask.clone()
+
+
+def test_masks_and_inputs_that_are_written_into(ranks):
+    sch = megasched.create_schedule(Masked())
+    sch["mlp.up"].shard("weight", axis=0)
+    sch["mlp.down"].shard("weight", axis=1)
+    x = sequences().requires_grad_()
+    report = megasched.verify(sch, inputs=x, loss=of_the_first, tp=2, ranks=ranks)
+    assert_equal(report, ["loss", "outputs", "gradients", "weights", "buffers", "copies"])
+    assert megasched.verify(sch, inputs=x, loss=of_the_first, tp=1).right
+    assert torch.equal(x, sequences())
+    assert x.grad is None
+
+
+def of_the_first(output):
+    return output[0].square().mean()
+
+
 class Cancelling(nn.Module):
     """Adds up two halves that are a thousand times as large as their sum."""
 
@@ -325,6 +355,8 @@ def test_what_can_not_be_verified_is_said(ranks):
         ranks.run(2, _at_other_ranks)
     with pytest.raises(ConfigError, match=r"5 samples can't be split over 2 data-parallel ranks"):
         megasched.verify(mlp(), inputs=torch.ones(5, 1, 8), dp=2)
+    with pytest.raises(ConfigError, match="without the schedule, too, the loss is nan"):
+        megasched.verify(mlp(), inputs=sequences() / 0)
     with megasched.init_empty_weights():
         sch = megasched.create_schedule(Mlp())
     with pytest.raises(ConfigError, match="materialize"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from megasched.definition.images.convolutions import is_batch_norm
 from megasched.definition.module_copy import copy_module, copy_value
-from megasched.errors import MegaschedError, some_of
+from megasched.errors import ConfigError, MegaschedError, some_of
 from megasched.language.schedule import Schedule
 from megasched.language.schedule import replay as repeat_calls
 from megasched.lowering.build import build, create_schedule, placements_of, plan_of
@@ -38,11 +39,19 @@ class ModuleComparison:
     """
 
     def __init__(self, schedule: Schedule, example: Example) -> None:
-        """Runs the step of the unscheduled module."""
+        """Runs the step of the unscheduled module.
+
+        Raises:
+            ConfigError: its loss is not finite.
+        """
         self._schedule, self._model, self._example = schedule, schedule.root.mod, example
         self.calls = tuple((record.path, str(record), record.source) for record in schedule.records)
         self._rank, self._replicas = _rank_here()
         self._plain = take_step(self._copy({}), example, RankReport(0, 0, 0), {})
+        if not math.isfinite(loss := self._plain.losses[0]):
+            raise ConfigError(
+                f"without the schedule, too, the loss is {loss}: on these inputs nothing can be compared"
+            )
         self._facts = PlanFacts((), {}, {}, (), self.calls, ())
         self._remarks: list[str] = []
 

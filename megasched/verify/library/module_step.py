@@ -75,7 +75,8 @@ def take_step(
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     watch = Watch(model, [path for path, _ in model.named_modules() if path])
     with _seeded(), torch.enable_grad():
-        output = _of_whole_batch(model(**example.inputs), replicas)
+        own = example.mapped(lambda tensor: tensor.detach().clone())  # a module may write into its input
+        output = _of_whole_batch(model(**own.inputs), replicas)
         loss = example.loss(output)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ def _seeded() -> Iterator[None]:
 
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(SEED)
         try:
             yield

@@ -65,8 +65,9 @@ def verify(
         timeout: seconds for the started ranks.
 
     Raises:
-        ConfigError: the schedule is built, weights are deferred, the batch does not divide by the data-parallel
-            ranks, or what is to go to started ranks can't be imported there.
+        ConfigError: the schedule is built, weights are deferred, the loss is not finite without the schedule, the
+            batch does not divide by the data-parallel ranks, or what is to go to started ranks can't be imported
+            there.
     """
     started = time.monotonic()
     sizes = {"tensor_model_parallel_size": tp, "data_parallel_size": dp}
