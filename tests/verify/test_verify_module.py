@@ -1,6 +1,7 @@
 """``megasched.verify``: of any module, what is right is found equal, and what is wrong at its call."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,6 +94,15 @@ def test_a_llama(ranks, tp):
     report = megasched.verify(sch, inputs={"input_ids": token_ids(), "labels": token_ids()}, ranks=ranks)
     assert_equal(report, ["loss", "outputs", "gradients", "weights", "buffers", *(["copies"] if tp > 1 else [])])
     assert report.notes == []
+
+
+def test_without_a_pool_it_starts_as_many_ranks_as_the_schedule_is_for(ranks, monkeypatch):
+    started = []
+    pool = "megasched.verify.library.verify_module.RankPool"
+    monkeypatch.setattr(pool, lambda most: started.append(most) or nullcontext(ranks))
+    assert megasched.verify(mlp(TP2), inputs=sequences()).layout == TP2
+    assert str(megasched.verify(mlp(TP2), inputs=sequences(), dp=2).layout) == "TP2 x DP2"
+    assert started == [2, 4]
 
 
 def mean_of_squares(output):
