@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+import megasched
 from megasched.definition.small_models.small_models import small_copy
+from megasched.lowering.build import plan_of
 from tests.lowering.models import VOCABULARY, randomize, tiny_model
 
 STEPS, BATCH, LENGTH = 5, 4, 12
@@ -15,6 +17,9 @@ CLIP = 0.5
 # Families whose layers read more of earlier ones than the hidden state: keys, values and projected embeddings; the
 # indices that an indexer chose.
 CROSSING = ["gemma4_text", "glm_moe_dsa"]
+
+
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -50,13 +55,21 @@ def batches() -> list[torch.Tensor]:
     return [torch.randint(4, VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
+def causal() -> list[Batch]:
+    """What a causal language model is called with in each step."""
+    return [{"input_ids": ids, "labels": ids} for ids in batches()]
+
+
 def one_process(family: str, clip: float = CLIP, **changes: Any) -> Steps:
+    return steps_of(model_of(family, **changes), causal(), clip)
+
+
+def steps_of(model: Any, data: list[Batch], clip: float = CLIP) -> Steps:
     """The unscheduled model with torch's AdamW and clipping."""
-    model = model_of(family, **changes)
     optimizer = adamw(model.parameters())
     losses, norms = [], []
-    for ids in batches():
-        loss = model(input_ids=ids, labels=ids).loss
+    for batch in data:
+        loss = model(**batch).loss
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
@@ -82,12 +95,45 @@ def of_this_replica(ids: torch.Tensor) -> torch.Tensor:
 
 
 def engine_step(engine: Any, ids: torch.Tensor) -> float:
-    """A step of DeepSpeed's engine on this replica's part of a batch; its loss over all of them."""
-    mine = of_this_replica(ids)
-    loss = engine(input_ids=mine, labels=mine).loss
+    """A step of DeepSpeed's engine on a batch of a causal language model; its loss over all replicas."""
+    return engine_step_of(engine, {"input_ids": ids, "labels": ids})
+
+
+def engine_step_of(engine: Any, batch: Batch) -> float:
+    loss = engine(**shared(batch)).loss
     engine.backward(loss)
     engine.step()
     return mean_over_replicas(loss)
+
+
+def shared(batch: Batch) -> Batch:
+    """This replica's part of a batch."""
+    return {name: of_this_replica(tensor) for name, tensor in batch.items()}
+
+
+def by_hand(model: Any, wrapped: Any, data: list[Batch]) -> Steps:
+    """A plain loop over a built model, which DDP or FSDP2 has wrapped."""
+    optimizer = adamw(model.parameters())
+    losses, norms = [], []
+    for batch in data:
+        loss = wrapped(**shared(batch)).loss
+        loss.backward()
+        norms.append(float(megasched.clip_grad_norm_(model, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_replicas(loss))
+    return Steps(losses, norms, gathered(model, whole))
+
+
+def gathered(model: Any, whole: Any) -> dict[str, torch.Tensor]:
+    """Name -> the whole HF tensor; ``whole`` takes a parameter over data parallelism."""
+    placements = plan_of(model).placements
+    return {name: unsharded(placements[name], whole(parameter)) for name, parameter in model.named_parameters()}
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter gathered over data parallelism, where FSDP2 has sharded it."""
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 def unsharded(placement: Any, local: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from tests.dialects.steps import (
     model_of,
     of_this_replica,
     one_process,
+    whole,
 )
 from tests.dialects.test_pipelines import of_all_stages
-from tests.dialects.test_torch import whole
 from tests.dialects.test_zero import BOUNDS, zero_config
 from tests.lowering.models import tiny_model
 

@@ -21,8 +21,9 @@ from tests.dialects.steps import (
     of_this_replica,
     one_process,
     unsharded,
+    whole,
 )
-from tests.dialects.test_torch import layers_of, whole
+from tests.dialects.test_torch import layers_of
 from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
 

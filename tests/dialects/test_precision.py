@@ -29,12 +29,13 @@ from tests.dialects.steps import (
     batches,
     engine_step,
     gaps,
+    gathered,
     of_this_replica,
     one_process,
 )
 from tests.dialects.test_pipeline_module import pipeline_config
 from tests.dialects.test_pipelines import of_all_stages
-from tests.dialects.test_zero import BOUNDS, gathered, whole_of, zero_config
+from tests.dialects.test_zero import BOUNDS, whole_of, zero_config
 from tests.lowering.models import tiny_model
 
 BF16 = {"bf16": {"enabled": True}}

@@ -10,17 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import (
-    CLIP,
-    Steps,
-    adamw,
-    batches,
-    gaps,
-    mean_over_replicas,
-    of_this_replica,
-    one_process,
-)
-from tests.dialects.test_zero import BOUNDS, FAMILIES, gathered
+from tests.dialects.steps import Steps, by_hand, causal, gaps, one_process
+from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
 
@@ -49,11 +40,6 @@ def layers_of(model: Any) -> list[str]:
     ]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter gathered over data parallelism."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-
-
 def trained(family: str, wrap: Any, level: str | None) -> Steps:
     from megatron.core import parallel_state
 
@@ -62,18 +48,7 @@ def trained(family: str, wrap: Any, level: str | None) -> Steps:
     if level is not None:
         sch.level(level)
     model = megasched.build(sch)
-    wrapped = wrap(model, parallel_state.get_data_parallel_group())
-    optimizer = adamw(model.parameters())
-    losses, norms = [], []
-    for ids in batches():
-        mine = of_this_replica(ids)
-        loss = wrapped(input_ids=mine, labels=mine).loss
-        loss.backward()
-        norms.append(float(megasched.clip_grad_norm_(model, CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_replicas(loss))
-    return Steps(losses, norms, gathered(model, whole))
+    return by_hand(model, wrap(model, parallel_state.get_data_parallel_group()), causal())
 
 
 def _against_one_process(family: str) -> dict[str, dict[str, float]]:

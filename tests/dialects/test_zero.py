@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import megasched
-from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.steps import (
     BATCH,
@@ -18,10 +17,10 @@ from tests.dialects.steps import (
     batches,
     engine_step,
     gaps,
+    gathered,
     mean_over_replicas,
     of_this_replica,
     one_process,
-    unsharded,
 )
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
@@ -53,12 +52,6 @@ def whole_of(stage: int) -> Any:
             return parameter.detach().clone()
 
     return whole
-
-
-def gathered(model: Any, whole: Any) -> dict[str, torch.Tensor]:
-    """Name -> the whole HF tensor; ``whole`` takes a parameter over data parallelism."""
-    placements = plan_of(model).placements
-    return {name: unsharded(placements[name], whole(parameter)) for name, parameter in model.named_parameters()}
 
 
 def trained(family: str, stage: int, level: str | None) -> Steps:

@@ -45,7 +45,7 @@ MODELS = {
 }
 
 
-def _model(name):
+def model_of(name):
     kind, fields, _ = MODELS[name]
     config = transformers.AutoConfig.for_model(name, **fields, use_cache=False)
     return randomize(getattr(transformers, kind)(config)).train()
@@ -61,7 +61,7 @@ def _batch(name):
 
 def _compared(name):
     init_megatron(tp=2)
-    model, batch = _model(name), _batch(name)
+    model, batch = model_of(name), _batch(name)
     built, plan, _ = scheduled_copy(model, auto)
     wanted, found = model(**batch), built(**batch)
     wanted.loss.backward()
@@ -80,5 +80,5 @@ def test_hf_classes_have_the_objective_of_their_name():
     from megasched.definition.objectives import objective_of
 
     wanted = {"bert": "masked_lm", "gpt_neo": "causal_lm", "t5": "seq2seq_lm", "vit": "image_classification"}
-    assert {name: objective_of(_model(name)).name for name in wanted} == wanted
+    assert {name: objective_of(model_of(name)).name for name in wanted} == wanted
     assert objective_of(torch.nn.Linear(2, 2)).name == "causal_lm"
