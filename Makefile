@@ -27,7 +27,7 @@ UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_lev
 	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py \
 	tests/ghost/test_kernels.py
 
-.PHONY: help setup ghost gpu-check gpu-kit quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
+.PHONY: help setup ghost gpu-check gpu-kit bench quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ gpu-check: $(STAMP) ## numbers, NCCL, speed and memory on the GPUs of this machi
 
 gpu-kit: $(STAMP) ## the archive that does so on a bare machine without a network: build/gpu_kit.tar
 	$(RUN) bench/gpu/pack.py $(ARGS)
+
+bench: $(STAMP) ## whole trainers on this machine's GPUs or CPUs, goes on where it was (ARGS="--only hf_ddp megasched_ddp")
+	$(RUN) bench/trainers.py $(ARGS)
 
 quickstart: $(STAMP) ## train a small Llama with Megatron's trainer on this machine (ARGS="--iters 50")
 	$(RUN) -m megasched quickstart $(ARGS)

@@ -26,7 +26,7 @@ def serve(channel: Connection, builder: str, schedule: str, setting: trainer_sid
     """
     try:
         args = trainer_side.start(setting, schedule)
-        before = _allocated()
+        before = memory.allocated()
         side, data = trainer_side.build(args, builder), trainer_side.batches(setting)
         _release()
         channel.send(("built", None))
@@ -60,9 +60,9 @@ def first_reason(error: Exception) -> str:
 def _steps(side: trainer_side.Side, data: Any, count: int, before: int) -> dict[str, Any]:
     """One step to warm up after the idling, then ``count`` timed ones."""
     side.step(data)
-    _reset_peak()
+    memory.forget_peak()
     seconds = [side.step(data) for _ in range(count)]
-    peak = _peak() - before
+    peak = memory.peak() - before
     _release()
     return {"seconds": seconds, "peak_bytes": peak}
 
@@ -114,24 +114,6 @@ def _outside_emulation() -> Any:
 
     with _pop_mode_temporarily():
         yield
-
-
-def _allocated() -> int:
-    import torch
-
-    return torch.cuda.memory_allocated() if machine.on_gpu() else memory.resident_bytes()
-
-
-def _reset_peak() -> None:
-    import torch
-
-    torch.cuda.reset_peak_memory_stats() if machine.on_gpu() else memory.reset_peak()
-
-
-def _peak() -> int:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if machine.on_gpu() else memory.peak_resident_bytes()
 
 
 def _release() -> None:

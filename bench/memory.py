@@ -4,6 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import machine
+
+
+def allocated() -> int:
+    """What is allocated now."""
+    import torch
+
+    return torch.cuda.memory_allocated() if machine.on_gpu() else resident_bytes()
+
+
+def forget_peak() -> None:
+    """Peaks of ``peak`` are counted from here."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats() if machine.on_gpu() else reset_peak()
+
+
+def peak() -> int:
+    """The highest of ``allocated`` since ``forget_peak``."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if machine.on_gpu() else peak_resident_bytes()
+
 
 def resident_bytes() -> int:
     """Resident memory now."""

@@ -7,12 +7,28 @@ core 0.20 announces that ``HybridModel`` takes the place of ``GPTModel`` (core/m
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from typing import Any
 
 GPT = "megatron.training.models.gpt.GPTModelBuilder"
 HYBRID = "megatron.training.models.hybrid.HybridModelBuilder"
 NATIVE = "native"  # whichever of the two the Megatron that runs trains as its own
+
+# HF's names, in Llama and what is like it, and Megatron's.
+NAMES = {
+    "model.layers": "decoder.layers",
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+    "self_attn": "self_attention",
+    "o_proj": "linear_proj",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.gate.": "mlp.router.",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
 
 
 def model_config(args: Namespace, builder: str) -> Any:
@@ -103,3 +119,60 @@ def _stack_spec(config: Any) -> Any:
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=mlp),
         ),
     )
+
+
+def fill(own: Any, definition: Any, rank: int = 0, tp: int = 1) -> None:
+    """Gives Megatron's own model HF's weights: of each the part of a TP rank. The vocabulary may be padded.
+
+    Args:
+        own: ``GPTModel`` or ``HybridModel``.
+        definition: HF's model of the same shape, Llama's or one that is like it.
+    """
+    import torch
+
+    weights = {name: weight.detach() for name, weight in definition.named_parameters()}  # one of the tied
+    config, found = definition.config, {}
+    for name in list(weights):
+        if name.endswith("q_proj.weight"):  # a group: its queries, its key, its value
+            names = [name.replace("q_proj", f"{letter}_proj") for letter in "qkv"]
+            groups = [weights.pop(n).unflatten(0, (config.num_key_value_heads, -1)) for n in names]
+            weights[name.replace("q_proj", "linear_qkv")] = torch.cat(groups, dim=1).flatten(0, 1)
+        if name.endswith("mlp.gate_proj.weight"):
+            up = weights.pop(name.replace("gate_proj", "up_proj"))
+            weights[name.replace("gate_proj", "linear_fc1")] = torch.cat([weights.pop(name), up])
+        if ".experts." in name:
+            linear = "linear_fc1" if "gate_up" in name else "linear_fc2"
+            for number, weight in enumerate(weights.pop(name)):
+                weights[f"{name.rpartition('.')[0]}.local_experts.{number}.{linear}.weight"] = weight
+    for name, weight in weights.items():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        found[_of_hybrid(name) if hasattr(own.decoder, "final_norm") else name] = weight
+    parameters = dict(own.named_parameters())
+    if found.keys() != parameters.keys():
+        raise ValueError(f"not in both: {sorted(found.keys() ^ parameters.keys())}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            held = _of_rank(name, found[name], parameter.shape[0], rank, tp)
+            parameter[: held.shape[0]] = held
+
+
+def _of_rank(name: str, weight: Any, rows: int, rank: int, tp: int) -> Any:
+    """What a TP rank has of a weight; of a vocabulary it has so many rows, of which the last may be padding."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return weight.chunk(tp, dim=1)[rank]
+    if name.endswith("linear_fc1.weight"):
+        return weight.unflatten(0, (2, -1)).chunk(tp, dim=1)[rank].flatten(0, 1)
+    if name.endswith("linear_qkv.weight"):
+        return weight.chunk(tp)[rank]
+    if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+        return weight[rank * rows : (rank + 1) * rows]
+    return weight
+
+
+def _of_hybrid(name: str) -> str:
+    """The name in a HybridModel, whose layers hold either attention or the MLP."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if not found:
+        return name.replace("final_layernorm", "final_norm")
+    return f"decoder.layers.{2 * int(found[1]) + ('mlp' in found[2])}.{found[2]}"

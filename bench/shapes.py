@@ -60,6 +60,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 16384,
         "max_position_embeddings": 512,
     },
+    "trainers": {  # so small that a step of four ranks on two cores takes a second
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 128,
+    },
     "moe-tiny": {
         "model_type": "mixtral",
         "hidden_size": 32,

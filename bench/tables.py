@@ -26,8 +26,19 @@ def contenders(data: dict[str, Any]) -> list[str]:
         share = f"{emulated['seconds'] / data['seconds'][name]['median']:.2%}" if emulated else ""
         rows.append([f"`{name}`", f"{speed:.0f}", *versus, f"{data['peak_bytes'][name] / 1e9:.2f} GB", share])
     head = ["contender", "tokens/s", "speed / native", "speed / hf_eager", "peak memory", "emulation"]
-    left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
-    return [*_table(head, rows), *left]
+    return [*_table(head, rows), *_left_out(data)]
+
+
+def trainers(data: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, speed in data["tokens_per_second"].items():
+        layout = data["layouts"][name]
+        versus = [_ratio(to.get(name)) for to in data["speed_relative_to"].values()]
+        cells = [f"`{name}`", f"{layout['tp']} x {layout['dp']}", f"{speed:.0f}", *versus]
+        rows.append([*cells, _gb(data["peak_bytes"][name])])
+    bases = [f"speed / {base}" for base in data["speed_relative_to"]]
+    head = ["trainer", "TP x DP", "tokens/s", *bases, "peak memory of a rank"]
+    return [*_table(head, rows), *_left_out(data)]
 
 
 def kernels(data: dict[str, Any]) -> list[str]:
@@ -44,8 +55,7 @@ def kernels(data: dict[str, Any]) -> list[str]:
         rows.append(row)
     head = ["contender", "kernels", "kept", "moved"]
     head += ["layer on an H100, estimated", "speed / native"] if estimates else []
-    left = [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
-    return [*_table(head, rows), *left]
+    return [*_table(head, rows), *_left_out(data)]
 
 
 def construction(data: dict[str, Any]) -> list[str]:
@@ -172,6 +182,7 @@ def _multiples(case: dict[str, Any] | None) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "layouts": trainers,
     "tokens_per_second": contenders,
     "configurations": memory_plan,
     "plans": plan_time,
@@ -203,6 +214,10 @@ def _ratio(found: dict[str, float] | None) -> str:
     if "low_quartile" not in found:
         return f"{found['median']:.3f}"
     return f"{found['median']:.3f} ({found['low_quartile']:.3f} to {found['high_quartile']:.3f})"
+
+
+def _left_out(data: dict[str, Any]) -> list[str]:
+    return [f"\nLeft out: `{name}`, {reason}." for name, reason in data["left_out"].items()]
 
 
 def _seconds(value: float) -> str:

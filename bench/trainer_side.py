@@ -30,6 +30,7 @@ class Setting:
         bf16: Megatron's ``--bf16``: parameters in bfloat16, gradients and optimizer in float32.
         rehearse: on the CPU, CUDA emulated.
         tp, sp: Megatron's tensor-parallel size, and whether with sequence parallelism.
+        replicas: Megatron's data-parallel size.
         extra: further Megatron flags, e.g. ``("--fp8-format", "hybrid")``.
     """
 
@@ -40,6 +41,7 @@ class Setting:
     tp: int = 1
     sp: bool = False
     extra: tuple[str, ...] = ()
+    replicas: int = 1
 
     @property
     def sequence_length(self) -> int:
@@ -48,7 +50,7 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
-        return self.micro_batch_size * self.sequence_length
+        return self.micro_batch_size * self.replicas * self.sequence_length
 
 
 @dataclass
@@ -60,21 +62,23 @@ class Side:
     scheduler: Any
     config: Any
     iteration: int = 0
+    loss: Any = None
 
     def step(self, data: Iterator[dict[str, Any]]) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of one optimizer step; ``loss`` is that of all replicas then."""
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.training.training import train_step
 
         torch.cuda.synchronize()
         start = time.perf_counter()
-        train_step(
+        reported, *_ = train_step(
             *(forward_step, data, self.model, self.optimizer, self.scheduler, self.config),
             *(get_forward_backward_func(), self.iteration),
         )
         torch.cuda.synchronize()
         self.iteration += 1
+        self.loss = reported.get("lm loss")
         return time.perf_counter() - start
 
 
@@ -83,9 +87,10 @@ def flags(setting: Setting, schedule: str = "auto") -> list[str]:
     from megasched.trainer.flags.rehearsal import rehearsal_flags
 
     length, batch = str(setting.sequence_length), str(setting.micro_batch_size)
+    whole = str(setting.micro_batch_size * setting.replicas)
     given = ["--model-schedule", schedule, "--hf-model", shapes.model_folder(setting.shape), "--hf-random-init"]
     given += ["--seq-length", length, "--train-iters", "1000", "--lr", "1e-4"]
-    given += ["--micro-batch-size", batch, "--global-batch-size", batch]
+    given += ["--micro-batch-size", batch, "--global-batch-size", whole]
     given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(shapes.SHAPES[setting.shape]["vocab_size"])]
     given += ["--mock-data", "--eval-iters", "0", "--eval-interval", "9999"]
     given += ["--tensor-model-parallel-size", str(setting.tp)]
@@ -140,15 +145,24 @@ def build(args: Any, builder: str) -> Side:
     return Side(model, optimizer, scheduler, config)
 
 
-def batches(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The same random batch again and again, on this rank's device."""
+def token_ids(setting: Setting) -> Any:
+    """[b, s + 1] of all replicas."""
     import torch
 
-    size = (setting.micro_batch_size, setting.sequence_length + 1)
+    size = (setting.micro_batch_size * setting.replicas, setting.sequence_length + 1)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shapes.SHAPES[setting.shape]["vocab_size"], size, generator=generator).cuda()
+    return torch.randint(0, shapes.SHAPES[setting.shape]["vocab_size"], size, generator=generator)
+
+
+def batches(setting: Setting) -> Iterator[dict[str, Any]]:
+    """This replica's part of the same random batch again and again, on this rank's device."""
+    import torch
+    from megatron.core import parallel_state
+
+    replica = parallel_state.get_data_parallel_rank()
+    ids = token_ids(setting).chunk(setting.replicas)[replica].cuda()
     batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    batch["position_ids"] = torch.arange(size[1] - 1, device=ids.device).expand_as(batch["tokens"])
+    batch["position_ids"] = torch.arange(setting.sequence_length, device=ids.device).expand_as(batch["tokens"])
     batch["loss_mask"] = torch.ones_like(batch["tokens"], dtype=torch.float32)
     while True:
         yield batch

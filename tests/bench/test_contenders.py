@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from argparse import ArgumentParser
 from typing import Any
 
@@ -215,7 +214,14 @@ def test_native_computes_what_hf_computes(ranks: Any, shape: str, kind: str) -> 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def _native_losses(shape: str, builder: str) -> tuple[str, torch.Tensor, torch.Tensor]:
+@pytest.mark.parametrize("shape", ["tiny", "qwen3-tiny"])
+def test_so_does_native_over_tensor_parallel_ranks(ranks: Any, shape: str) -> None:
+    every = ranks.run(2, _native_losses, shape, native.NATIVE, 2)
+    for _, found, _ in every:
+        torch.testing.assert_close(found, every[0][2], rtol=1e-5, atol=0)
+
+
+def _native_losses(shape: str, builder: str, tp: int = 1) -> tuple[str, torch.Tensor, torch.Tensor]:
     """The class of Megatron's own model, and the loss of each token [b, s], of it with HF's weights and of HF."""
     import sys
 
@@ -225,66 +231,14 @@ def _native_losses(shape: str, builder: str) -> tuple[str, torch.Tensor, torch.T
     import hf_side
     import trainer_side
 
-    setting = trainer_side.Setting(shape, micro_batch_size=2, rehearse=True)
+    setting = trainer_side.Setting(shape, micro_batch_size=2, rehearse=True, tp=tp)
     args = trainer_side.start(setting)
     own = trainer_side.build(args, builder).model[0]
     chunk = trainer_side.build(args, "hf_side.HFModelBuilder").model[0]
     assert isinstance(chunk.module, hf_side.HFChunk)
-    _copy_to_native(chunk.module.definition, own.module)
+    native.fill(own.module, chunk.module.definition, torch.distributed.get_rank(), tp)
     batch = next(trainer_side.batches(setting))
     given = batch["tokens"], batch["position_ids"], None
     with torch.no_grad():
         losses = [model(*given, labels=batch["labels"]).cpu() for model in (own, chunk)]
     return type(own.module).__name__, losses[0], losses[1]
-
-
-def _copy_to_native(definition: Any, own: torch.nn.Module) -> None:
-    """HF's weights under Megatron's names; the native model's vocabulary may be padded."""
-    weights = {
-        name: weight.detach() for name, weight in definition.named_parameters()
-    }  # one of those that are tied
-    config, found = definition.config, {}
-    for name in list(weights):
-        if name.endswith("q_proj.weight"):  # a group: its queries, its key, its value
-            names = [name.replace("q_proj", f"{kind}_proj") for kind in "qkv"]
-            groups = [weights.pop(n).unflatten(0, (config.num_key_value_heads, -1)) for n in names]
-            weights[name.replace("q_proj", "linear_qkv")] = torch.cat(groups, dim=1).flatten(0, 1)
-        if name.endswith("mlp.gate_proj.weight"):
-            up = weights.pop(name.replace("gate_proj", "up_proj"))
-            weights[name.replace("gate_proj", "linear_fc1")] = torch.cat([weights.pop(name), up])
-        if ".experts." in name:
-            kind = "linear_fc1" if "gate_up" in name else "linear_fc2"
-            for number, weight in enumerate(weights.pop(name)):
-                weights[f"{name.rpartition('.')[0]}.local_experts.{number}.{kind}.weight"] = weight
-    for name, weight in weights.items():
-        for theirs, ours in NATIVE_NAMES.items():
-            name = name.replace(theirs, ours)
-        found[_of_hybrid(name) if hasattr(own.decoder, "final_norm") else name] = weight
-    parameters = dict(own.named_parameters())
-    assert found.keys() == parameters.keys(), found.keys() ^ parameters.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter[: found[name].shape[0]] = found[name]
-
-
-def _of_hybrid(name: str) -> str:
-    """The name in a HybridModel, whose layers hold either attention or the MLP."""
-    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
-    if not found:
-        return name.replace("final_layernorm", "final_norm")
-    return f"decoder.layers.{2 * int(found[1]) + ('mlp' in found[2])}.{found[2]}"
-
-
-NATIVE_NAMES = {
-    "model.layers": "decoder.layers",
-    "model.embed_tokens": "embedding.word_embeddings",
-    "model.norm": "decoder.final_layernorm",
-    "lm_head": "output_layer",
-    "self_attn": "self_attention",
-    "o_proj": "linear_proj",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp.gate.": "mlp.router.",
-    "mlp.down_proj": "mlp.linear_fc2",
-}

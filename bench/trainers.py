@@ -1,0 +1,214 @@
+"""Whole trainers over the same ranks: plain PyTorch, DeepSpeed and Megatron, with HF's model or a scheduled one.
+
+All have the same model, weights, global batch, AdamW, clipping and precision (float32). What differs is the
+trainer and how it spreads the model: data parallelism over all ranks, or TP with data parallelism over the rest.
+One whose losses are not those of the first is left out, with its reason. Each run is a torchrun of its own, on
+this machine; they take turns in changing order, and a ratio is taken round by round. What has run is written at
+once, and is not run again when the same command is given again. What was left out is tried again.
+
+    python bench/trainers.py [--ranks 4] [--tp 2] [--shape trainers] [--rounds 5]
+    python bench/trainers.py --only hf_ddp megasched_ddp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import machine
+import ratios
+import shapes
+import trainer_worker
+from contenders import turn_order
+
+BASES = ("hf_ddp", "megatron_native")
+LOSSES = 1e-5  # how far those of two trainers may be apart, relative
+LIMIT = 1800.0  # seconds of a run
+DEEPSPEED = Path(sys.prefix) / "deepspeed"  # where `make setup` puts it
+
+
+class LeftOutError(Exception):
+    """A trainer can't run, or does something else than the others."""
+
+
+def run_once(name: str, job: trainer_worker.Job, folder: Path) -> dict[str, Any]:
+    """One trainer in processes of its own.
+
+    Raises:
+        LeftOutError: it failed, or took too long.
+    """
+    from megasched.launch.torchrun.start import free_port
+
+    into, log = folder / f"{name}.json", folder / f"{name}.log"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks)]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    worker = [str(Path(trainer_worker.__file__)), json.dumps(asdict(job)), name, str(into)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*torchrun, *worker], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=_environment(name, job)
+        )
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired as error:
+            raise LeftOutError(f"it took more than {LIMIT:.0f} s") from error
+        finally:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+    failed = into.with_suffix(".failed")
+    if failed.exists():
+        raise LeftOutError(failed.read_text())
+    if not into.exists():
+        lines = log.read_text(errors="replace").split("\n")
+        raise LeftOutError(next((line for line in reversed(lines) if line.strip()), "it said nothing"))
+    return json.loads(into.read_text())
+
+
+def _environment(name: str, job: trainer_worker.Job) -> dict[str, str]:
+    found = dict(os.environ)
+    if job.rehearse:
+        found |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if trainer_worker.TRAINERS[name].deepspeed and DEEPSPEED.is_dir():
+        found["PYTHONPATH"] = os.pathsep.join([str(DEEPSPEED), *filter(None, [found.get("PYTHONPATH")])])
+    return found
+
+
+def _deepspeed() -> str | None:
+    found = distributions(name="deepspeed", path=[str(DEEPSPEED), *sys.path])
+    return next((one.version for one in found), None)
+
+
+class Results:
+    """What has run so far, in its file."""
+
+    def __init__(self, path: Path, job: trainer_worker.Job) -> None:
+        self.path, self.job = path, job
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.left_out: dict[str, str] = {}
+        if path.exists():
+            there = json.loads(path.read_text())
+            if (there["job"], there["machine"]) != (asdict(job), machine.describe()):
+                raise ValueError(
+                    f"{path} has runs of another job, machine, version or commit: remove it, or --name"
+                )
+            self.runs = there["runs"]
+
+    def add(self, name: str, run: dict[str, Any]) -> None:
+        """Takes a run.
+
+        Raises:
+            LeftOutError: its losses are not those of the first trainer that ran.
+        """
+        first = next(iter(self.runs.values()), [run])[0]
+        pairs = zip(run["losses"], first["losses"], strict=True)
+        off = max(abs(own - other) / abs(other) for own, other in pairs)
+        if not off <= LOSSES:
+            raise LeftOutError(f"its losses are {off:.1e} off those of the first trainer")
+        self.runs.setdefault(name, []).append(run)
+
+    def drop(self, name: str, reason: str) -> None:
+        self.runs.pop(name, None)
+        self.left_out[name] = reason
+
+    def write(self) -> dict[str, Any]:
+        """The figures are of the rounds that all trainers have."""
+        rounds = min(map(len, self.runs.values()), default=0)
+        seconds = {name: [run["seconds"] for run in runs[:rounds]] for name, runs in self.runs.items()}
+        tokens = self.job.setting(1).tokens
+        data = {
+            "job": asdict(self.job),
+            "deepspeed": _deepspeed(),
+            "layouts": {name: self._layout(name) for name in self.runs},
+            **(ratios.summary(seconds, tokens, BASES) if rounds else {}),
+            "peak_bytes": {name: max(max(r["peak_bytes"]) for r in runs) for name, runs in self.runs.items()},
+            "left_out": self.left_out,
+            "runs": self.runs,
+        }
+        machine.write(self.path.stem, data, self.path.parent)
+        return data
+
+    def _layout(self, name: str) -> dict[str, int]:
+        tp = self.job.tp if trainer_worker.TRAINERS[name].cut else 1
+        return {"tp": tp, "dp": self.job.ranks // tp}
+
+
+def compare(names: Sequence[str], job: trainer_worker.Job, rounds: int, path: Path) -> dict[str, Any]:
+    """Runs what the file lacks, in turns.
+
+    Raises:
+        ValueError: the file has runs of something else.
+    """
+    results = Results(path, job)
+    with tempfile.TemporaryDirectory(prefix="trainers") as folder:
+        for number in range(rounds):
+            for name in turn_order(names, number):
+                if name in results.left_out or len(results.runs.get(name, ())) > number:
+                    continue
+                into = Path(folder) / str(number)
+                into.mkdir(exist_ok=True)
+                try:
+                    run = run_once(name, job, into)
+                    results.add(name, run)
+                    print(f"round {number}, {name}: {run['seconds']:.3f} s a step", file=sys.stderr, flush=True)
+                except LeftOutError as reason:
+                    results.drop(name, str(reason))
+                    print(f"round {number}, {name}: LEFT OUT, {reason}", file=sys.stderr, flush=True)
+                results.write()
+    return results.write()
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """The results as lines of text."""
+    lines = [f"{'':26} {'TP x DP':>8} {'tokens/s':>9} {'vs ' + BASES[0]:>10} {'peak GB':>8}"]
+    for name, speed in data.get("tokens_per_second", {}).items():
+        layout, versus = data["layouts"][name], data["speed_relative_to"].get(BASES[0], {}).get(name)
+        ratio = "" if versus is None else f"{versus['median']:.3f}"
+        cells = f"{layout['tp']:>5} x {layout['dp']} {speed:9.0f} {ratio:>10}"
+        lines.append(f"{name:26} {cells} {data['peak_bytes'][name] / 1e9:8.2f}")
+    return "\n".join([*lines, *(f"{name:26} left out: {reason}" for name, reason in data["left_out"].items())])
+
+
+def main() -> None:
+    import torch
+
+    gpus = torch.cuda.device_count() if machine.on_gpu() else 0
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--shape", choices=shapes.SHAPES, default="1b" if gpus else "trainers")
+    own.add_argument("--ranks", type=int, default=gpus or 4)
+    own.add_argument("--tp", type=int, default=2)
+    own.add_argument("--sequences", type=int, default=8, help="in a step, over all ranks")
+    own.add_argument("--rounds", type=int, default=5)
+    own.add_argument(
+        "--warmup", type=int, default=3, help="steps before the timed ones, whose losses are compared"
+    )
+    own.add_argument("--steps", type=int, default=5, help="timed steps of a run")
+    own.add_argument(
+        "--only", nargs="+", choices=trainer_worker.TRAINERS, help="these alone, compared with the first"
+    )
+    own.add_argument("--name", help="of the results file; made from the options otherwise")
+    own.add_argument("--folder", type=Path, default=machine.RESULTS, help="of the results file")
+    options = own.parse_args()
+    counts = (options.ranks, options.tp, options.sequences, options.warmup, options.steps)
+    job = trainer_worker.Job(options.shape, *counts, rehearse=not gpus)
+    where = "gpu" if gpus else "cpu"
+    name = (
+        options.name or f"trainers_{options.shape.replace('.', '_')}_{options.ranks}_ranks_tp{options.tp}_{where}"
+    )
+    path = options.folder / f"{name}.json"
+    try:
+        data = compare(options.only or list(trainer_worker.TRAINERS), job, options.rounds, path)
+    except ValueError as error:
+        own.error(str(error))
+    print(f"{table(data)}\n{path}")
+
+
+if __name__ == "__main__":
+    main()
