@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 16384,
         "max_position_embeddings": 512,
     },
-    "trainers": {  # so small that a step of four ranks on two cores takes a second
+    "mini": {  # so small that a step of four ranks on two cores takes a second
         "hidden_size": 256,
         "intermediate_size": 704,
         "num_hidden_layers": 4,

@@ -43,6 +43,9 @@ class Job:
         sequences: in a step, over all ranks.
         warmup, steps: steps before the timed ones, and those.
         rehearse: on the CPU; megasched and Megatron see CUDA emulated.
+
+    Raises:
+        ValueError: TP does not divide the ranks, or those the sequences.
     """
 
     shape: str
@@ -52,6 +55,11 @@ class Job:
     warmup: int
     steps: int
     rehearse: bool
+
+    def __post_init__(self) -> None:
+        if self.ranks % self.tp or self.sequences % self.ranks:
+            what = f"TP {self.tp}, {self.ranks} ranks and {self.sequences} sequences"
+            raise ValueError(f"{what}: TP must divide the ranks, and they the sequences")
 
     def setting(self, tp: int) -> trainer_side.Setting:
         replicas = self.ranks // tp
@@ -83,7 +91,7 @@ class Run:
 
     def mark(self) -> None:
         """Memory is counted from here, once."""
-        import torch._dynamo  # the first step of torch's optimizers would  # noqa: F401
+        import torch._dynamo  # noqa: F401  (the first step of torch's optimizers would)
 
         if self.before is None:
             self.before = memory.allocated()
@@ -115,11 +123,15 @@ class Run:
         return {"input_ids": ids[:, :-1].contiguous().to(self.device), "labels": labels, "shift_labels": labels}
 
 
-def by_hand(run: Run, model: Any, wrapped: Any, clip: Callable[[], Any]) -> Step:
-    """A plain loop; ``clip`` clips the gradients of the model."""
+def adamw(parameters: Any) -> Any:
     import torch
 
-    optimizer, batch = torch.optim.AdamW(model.parameters(), **ADAMW), run.batch()
+    return torch.optim.AdamW(parameters, **ADAMW)
+
+
+def by_hand(run: Run, model: Any, wrapped: Any, clip: Callable[[], Any]) -> Step:
+    """A plain loop; ``clip`` clips the gradients of the model."""
+    optimizer, batch = adamw(model.parameters()), run.batch()
 
     def step() -> Any:
         loss = wrapped(**batch).loss
@@ -205,12 +217,6 @@ def zero(run: Run, stage: int, **more: Any) -> dict[str, Any]:
         "steps_per_print": 10**9,
         **more,
     }
-
-
-def adamw(parameters: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(parameters, **ADAMW)
 
 
 def deepspeed(run: Run, stage: int, **more: Any) -> Step:

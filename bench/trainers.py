@@ -6,7 +6,7 @@ One whose losses are not those of the first is left out, with its reason. Each r
 this machine; they take turns in changing order, and a ratio is taken round by round. What has run is written at
 once, and is not run again when the same command is given again. What was left out is tried again.
 
-    python bench/trainers.py [--ranks 4] [--tp 2] [--shape trainers] [--rounds 5]
+    python bench/trainers.py [--ranks 4] [--tp 2] [--shape mini] [--rounds 5]
     python bench/trainers.py --only hf_ddp megasched_ddp
 """
 
@@ -96,9 +96,8 @@ class Results:
         if path.exists():
             there = json.loads(path.read_text())
             if (there["job"], there["machine"]) != (asdict(job), machine.describe()):
-                raise ValueError(
-                    f"{path} has runs of another job, machine, version or commit: remove it, or --name"
-                )
+                what = "runs of another job, machine, version or commit"
+                raise ValueError(f"{path} has {what}: remove it, or give another --name")
             self.runs = there["runs"]
 
     def add(self, name: str, run: dict[str, Any]) -> None:
@@ -181,29 +180,25 @@ def main() -> None:
 
     gpus = torch.cuda.device_count() if machine.on_gpu() else 0
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--shape", choices=shapes.SHAPES, default="1b" if gpus else "trainers")
+    own.add_argument("--shape", choices=shapes.SHAPES, default="1b" if gpus else "mini")
     own.add_argument("--ranks", type=int, default=gpus or 4)
     own.add_argument("--tp", type=int, default=2)
     own.add_argument("--sequences", type=int, default=8, help="in a step, over all ranks")
     own.add_argument("--rounds", type=int, default=5)
-    own.add_argument(
-        "--warmup", type=int, default=3, help="steps before the timed ones, whose losses are compared"
-    )
+    own.add_argument("--warmup", type=int, default=3, help="steps before, whose losses are compared")
     own.add_argument("--steps", type=int, default=5, help="timed steps of a run")
     own.add_argument(
-        "--only", nargs="+", choices=trainer_worker.TRAINERS, help="these alone, compared with the first"
+        "--only", nargs="+", choices=trainer_worker.TRAINERS, help="these; the first one's losses count"
     )
     own.add_argument("--name", help="of the results file; made from the options otherwise")
     own.add_argument("--folder", type=Path, default=machine.RESULTS, help="of the results file")
     options = own.parse_args()
     counts = (options.ranks, options.tp, options.sequences, options.warmup, options.steps)
-    job = trainer_worker.Job(options.shape, *counts, rehearse=not gpus)
-    where = "gpu" if gpus else "cpu"
-    name = (
-        options.name or f"trainers_{options.shape.replace('.', '_')}_{options.ranks}_ranks_tp{options.tp}_{where}"
-    )
+    told = [options.shape.replace(".", "_"), f"tp{options.tp}", f"{options.ranks}ranks", "gpu" if gpus else "cpu"]
+    name = options.name or "_".join(["trainers", *told])
     path = options.folder / f"{name}.json"
     try:
+        job = trainer_worker.Job(options.shape, *counts, rehearse=not gpus)
         data = compare(options.only or list(trainer_worker.TRAINERS), job, options.rounds, path)
     except ValueError as error:
         own.error(str(error))

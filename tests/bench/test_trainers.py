@@ -93,6 +93,12 @@ def test_runs_of_another_job_are_not_continued(tmp_path: Path, monkeypatch: pyte
         trainers.compare(["hf_ddp"], other, 1, path)
 
 
+@pytest.mark.parametrize(("ranks", "tp", "sequences"), [(4, 3, 4), (4, 2, 6)])
+def test_what_does_not_divide_is_refused(ranks: int, tp: int, sequences: int) -> None:
+    with pytest.raises(ValueError, match="must divide"):
+        trainer_worker.Job("tiny", ranks, tp, sequences, warmup=1, steps=1, rehearse=True)
+
+
 def test_numbers_of_ranks_are_drawn_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainers, "run_once", fake([]))
     paths = []
