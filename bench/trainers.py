@@ -2,12 +2,15 @@
 
 All have the same model, weights, global batch, AdamW, clipping and precision (float32). What differs is the
 trainer and how it spreads the model: data parallelism over all ranks, or TP with data parallelism over the rest.
-One whose losses are not those of the first is left out, with its reason. Each run is a torchrun of its own, on
-this machine; they take turns in changing order, and a ratio is taken round by round. What has run is written at
-once, and is not run again when the same command is given again. What was left out is tried again.
+One whose losses are not those of the first is left out, with its reason. Each run is a torchrun of its own; they
+take turns in changing order, and a ratio is taken round by round. What has run is written at once, and is not run
+again when the same command is given again. What was left out is tried again.
 
     python bench/trainers.py [--ranks 4] [--tp 2] [--shape mini] [--rounds 5]
     python bench/trainers.py --only hf_ddp megasched_ddp
+    python bench/trainers.py --nodes 2 --launcher "srun --nodes 2 --ntasks-per-node 1" --endpoint HOST:29500
+
+Over several machines the launcher starts the same torchrun on each. They share the folder of the results.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -36,25 +40,54 @@ LIMIT = 1800.0  # seconds of a run
 DEEPSPEED = Path(sys.prefix) / "deepspeed"  # where `make setup` puts it
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a comparison.
+
+    Attributes:
+        count: of them.
+        launcher: command that starts the command behind it on each; empty for this machine alone.
+        endpoint: ``HOST:PORT`` of one of them, where they meet; empty for this machine alone.
+    """
+
+    count: int = 1
+    launcher: tuple[str, ...] = ()
+    endpoint: str = ""
+
+    def torchrun(self, ranks: int) -> list[str]:
+        """What stands before the worker's command."""
+        from megasched.launch.torchrun.start import free_port
+
+        if self.endpoint:
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint, "--nnodes", str(self.count)]
+        else:
+            meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        each = ["--nproc-per-node", str(ranks // self.count)]
+        return [*self.launcher, sys.executable, "-m", "torch.distributed.run", *meeting, *each]
+
+
+ONE_NODE = Nodes()
+
+
 class LeftOutError(Exception):
     """A trainer can't run, or does something else than the others."""
 
 
-def run_once(name: str, job: trainer_worker.Job, folder: Path) -> dict[str, Any]:
+def run_once(name: str, job: trainer_worker.Job, folder: Path, nodes: Nodes) -> dict[str, Any]:
     """One trainer in processes of its own.
 
     Raises:
         LeftOutError: it failed, or took too long.
     """
-    from megasched.launch.torchrun.start import free_port
-
     into, log = folder / f"{name}.json", folder / f"{name}.log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks)]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     worker = [str(Path(trainer_worker.__file__)), json.dumps(asdict(job)), name, str(into)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*torchrun, *worker], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=_environment(name, job)
+            [*nodes.torchrun(job.ranks), *worker],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=_environment(name, job),
         )
         try:
             process.wait(LIMIT)
@@ -139,14 +172,16 @@ class Results:
         return {"tp": tp, "dp": self.job.ranks // tp}
 
 
-def compare(names: Sequence[str], job: trainer_worker.Job, rounds: int, path: Path) -> dict[str, Any]:
+def compare(
+    names: Sequence[str], job: trainer_worker.Job, rounds: int, path: Path, nodes: Nodes = ONE_NODE
+) -> dict[str, Any]:
     """Runs what the file lacks, in turns.
 
     Raises:
         ValueError: the file has runs of something else.
     """
     results = Results(path, job)
-    with tempfile.TemporaryDirectory(prefix="trainers") as folder:
+    with tempfile.TemporaryDirectory(prefix="trainers", dir=path.parent if nodes.launcher else None) as folder:
         for number in range(rounds):
             for name in turn_order(names, number):
                 if name in results.left_out or len(results.runs.get(name, ())) > number:
@@ -154,7 +189,7 @@ def compare(names: Sequence[str], job: trainer_worker.Job, rounds: int, path: Pa
                 into = Path(folder) / str(number)
                 into.mkdir(exist_ok=True)
                 try:
-                    run = run_once(name, job, into)
+                    run = run_once(name, job, into, nodes)
                     results.add(name, run)
                     print(f"round {number}, {name}: {run['seconds']:.3f} s a step", file=sys.stderr, flush=True)
                 except LeftOutError as reason:
@@ -181,7 +216,7 @@ def main() -> None:
     gpus = torch.cuda.device_count() if machine.on_gpu() else 0
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--shape", choices=shapes.SHAPES, default="1b" if gpus else "mini")
-    own.add_argument("--ranks", type=int, default=gpus or 4)
+    own.add_argument("--ranks", type=int, help="of all nodes; by default its GPUs, or 4, on each")
     own.add_argument("--tp", type=int, default=2)
     own.add_argument("--sequences", type=int, default=8, help="in a step, over all ranks")
     own.add_argument("--rounds", type=int, default=5)
@@ -190,16 +225,22 @@ def main() -> None:
     own.add_argument(
         "--only", nargs="+", choices=trainer_worker.TRAINERS, help="these; the first one's losses count"
     )
+    own.add_argument("--nodes", type=int, default=1)
+    own.add_argument("--launcher", default="", help="command that starts another one on each node")
+    own.add_argument("--endpoint", default="", help="HOST:PORT of a node")
     own.add_argument("--name", help="of the results file; made from the options otherwise")
     own.add_argument("--folder", type=Path, default=machine.RESULTS, help="of the results file")
     options = own.parse_args()
-    counts = (options.ranks, options.tp, options.sequences, options.warmup, options.steps)
-    told = [options.shape.replace(".", "_"), f"tp{options.tp}", f"{options.ranks}ranks", "gpu" if gpus else "cpu"]
+    ranks = options.ranks or options.nodes * (gpus or 4)
+    counts = (ranks, options.tp, options.sequences, options.warmup, options.steps)
+    told = [options.shape.replace(".", "_"), f"tp{options.tp}", f"{ranks}ranks", "gpu" if gpus else "cpu"]
+    told += [f"{options.nodes}nodes"] if options.nodes > 1 else []
     name = options.name or "_".join(["trainers", *told])
     path = options.folder / f"{name}.json"
     try:
         job = trainer_worker.Job(options.shape, *counts, rehearse=not gpus)
-        data = compare(options.only or list(trainer_worker.TRAINERS), job, options.rounds, path)
+        nodes = Nodes(options.nodes, tuple(shlex.split(options.launcher)), options.endpoint)
+        data = compare(options.only or list(trainer_worker.TRAINERS), job, options.rounds, path, nodes)
     except ValueError as error:
         own.error(str(error))
     print(f"{table(data)}\n{path}")

@@ -11,6 +11,8 @@ import tables
 import trainer_worker
 import trainers
 
+from megasched.launch.torchrun.start import free_port
+
 JOB = trainer_worker.Job("tiny", ranks=2, tp=2, sequences=4, warmup=3, steps=2, rehearse=True)
 
 
@@ -33,7 +35,7 @@ def test_two_trainers_do_the_same_and_run_once(tmp_path: Path, monkeypatch: pyte
 def fake(ran: list[tuple[str, int]]) -> Callable[..., dict[str, Any]]:
     """Trainers that fail, learn otherwise, or take as many seconds as their name is long."""
 
-    def run_once(name: str, job: trainer_worker.Job, folder: Path) -> dict[str, Any]:
+    def run_once(name: str, job: trainer_worker.Job, folder: Path, nodes: trainers.Nodes) -> dict[str, Any]:
         ran.append((name, int(folder.name)))
         if name == "hf_compile_ddp":
             raise trainers.LeftOutError("no compiler")
@@ -114,4 +116,15 @@ def test_numbers_of_ranks_are_drawn_together(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_that_dies_says_its_reason(tmp_path: Path) -> None:
     with pytest.raises(trainers.LeftOutError, match="KeyError: 'no such shape'"):
-        trainers.run_once("hf_ddp", trainer_worker.Job("no such shape", 1, 1, 1, 1, 1, True), tmp_path)
+        trainers.run_once(
+            "hf_ddp", trainer_worker.Job("no such shape", 1, 1, 1, 1, 1, True), tmp_path, trainers.ONE_NODE
+        )
+
+
+@pytest.mark.slow
+def test_nodes_meet(tmp_path: Path) -> None:
+    """Two, which a launcher starts on this machine."""
+    launcher = ("sh", "-c", '"$@" & "$@"; wait', "launcher")
+    nodes = trainers.Nodes(2, launcher, f"127.0.0.1:{free_port()}")
+    run = trainers.run_once("hf_ddp", JOB, tmp_path, nodes)
+    assert len(run["peak_bytes"]) == JOB.ranks
