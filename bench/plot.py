@@ -31,6 +31,7 @@ def contenders(axes: Any, data: dict[str, Any]) -> None:
     axes.bar(names, medians, yerr=[low, high], capsize=4)
     axes.set_ylabel("tokens / s")
     axes.tick_params(axis="x", rotation=30)
+    pyplot.setp(axes.get_xticklabels(), horizontalalignment="right")
 
 
 def trainers(axes: Any, data: dict[str, Any]) -> None:

@@ -32,12 +32,13 @@ def contenders(data: dict[str, Any]) -> list[str]:
 def trainers(data: dict[str, Any]) -> list[str]:
     rows = []
     for name, speed in data["tokens_per_second"].items():
-        layout = data["layouts"][name]
+        layout, seconds = data["layouts"][name], data["rounds"][name]
+        fastest = speed * data["seconds"][name]["median"] / min(seconds)
         versus = [_ratio(to.get(name)) for to in data["speed_relative_to"].values()]
-        cells = [f"`{name}`", f"{layout['tp']} x {layout['dp']}", f"{speed:.0f}", *versus]
+        cells = [f"`{name}`", f"{layout['tp']} x {layout['dp']}", f"{speed:.0f}", f"{fastest:.0f}", *versus]
         rows.append([*cells, _gb(data["peak_bytes"][name])])
     bases = [f"speed / {base}" for base in data["speed_relative_to"]]
-    head = ["trainer", "TP x DP", "tokens/s", *bases, "peak memory of a rank"]
+    head = ["trainer", "TP x DP", "tokens/s", "fastest round", *bases, "peak memory of a rank"]
     return [*_table(head, rows), *_left_out(data)]
 
 

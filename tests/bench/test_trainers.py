@@ -79,8 +79,8 @@ def test_one_that_fails_or_learns_otherwise_is_left_out(tmp_path: Path, monkeypa
     assert ran[6:] == [("hf_compile_ddp", 0), ("hf_fsdp2", 0)]  # the next command tries them again
     assert "left out: no compiler" in trainers.table(data)
     assert tables.trainers(data)[2:] == [
-        "| `hf_ddp` | 1 x 2 | 11 |  |  | 2.15 GB |",
-        "| `megasched_ddp` | 2 x 1 | 5 | 0.462 (0.462 to 0.462) |  | 2.15 GB |",
+        "| `hf_ddp` | 1 x 2 | 11 | 11 |  |  | 2.15 GB |",
+        "| `megasched_ddp` | 2 x 1 | 5 | 5 | 0.462 (0.462 to 0.462) |  | 2.15 GB |",
         "\nLeft out: `hf_compile_ddp`, no compiler.",
         "\nLeft out: `hf_fsdp2`, its losses are 5.0e-02 off those of the first trainer.",
     ]
