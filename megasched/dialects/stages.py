@@ -135,7 +135,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     Stages end where the schedule's ``cut_pipeline_stage`` says, or so that the forward's FLOPs are balanced.
 
     Args:
-        schedule: of an HF causal language model with real weights.
+        schedule: of an HF causal language model; ``materialize`` fills weights that are deferred.
         index, count: number of the stage, and of all stages; by default those of Megatron's pipeline group.
 
     Raises:

@@ -31,10 +31,13 @@ from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
+from megasched.weights.random_init import Initialiser, RandomInit
+from megasched.weights.source import Shards, WeightSource, materialize
 
-# Built model -> the plan that it was built by, and how its parameters lie.
+# Built model -> the plan that it was built by, how its parameters lie, and the path of the definition in it.
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
+_definitions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def is_built(model: nn.Module) -> bool:
@@ -58,6 +61,24 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
         KeyError: it was not built, or is a copy of one that was.
     """
     return _placements[model]
+
+
+def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None = None) -> None:
+    """Gives the deferred parameters of a built model real CPU tensors, each rank its shards, in place.
+
+    Args:
+        source: made with a definition that is not built.
+        dtype: of the parameters; float32 by default.
+
+    Raises:
+        CheckpointError: the source does not fit the model, or a buffer of that is on the meta device.
+    """
+    plan, path = _plans[made], _definitions[made]
+    below = f"{path}." if path else ""
+    placements = {name.removeprefix(below): found for name, found in _placements[made].items()}
+    group = _tp_group()
+    shards = Shards(placements, set(plan.canonical.values()), group.rank(), group.size())
+    materialize(made.get_submodule(path), source, dtype, shards)
 
 
 def create_schedule(
@@ -111,7 +132,12 @@ def _known_roles(model: Any, layout: ParallelDims) -> Roles | None:
         return None  # a model that no adapter knows can still be scheduled by hand
 
 
-def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.Module:
+def build(
+    schedule: Schedule,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    init_weights: Initialiser | None = None,
+) -> nn.Module:
     """Carries out a schedule on its model and returns the model, with its own signature and outputs.
 
     Real weights keep their values: they are sharded as they are, never re-initialised, untied or unfrozen. Weights
@@ -121,12 +147,21 @@ def build(schedule: Schedule, *, inputs: Mapping[str, Any] | None = None) -> nn.
         schedule: schedule of any module, HF or not.
         inputs: example keyword arguments of the model's forward, from which the communication is derived (their
             values do not matter). An HF model that takes token ids or images needs none.
+        init_weights: a function of each whole module, as for ``nn.Module.apply``, that fills deferred weights
+            after the build, each rank its shards. Values follow from ``torch.initial_seed()`` and a parameter's name at
+            every layout, so seed all ranks alike.
 
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
+        ConfigError: ``init_weights`` is given, and weights are not deferred, or it leaves some uninitialised.
     """
+    model = schedule.mod
+    source = None if init_weights is None else RandomInit(model, torch.initial_seed(), init_weights)
+    dtype = next((parameter.dtype for parameter in model.parameters()), None)
     build_with_plan(schedule, inputs)
-    return schedule.mod
+    if source is not None:
+        fill_built(model, source, dtype)
+    return model
 
 
 def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
@@ -222,16 +257,15 @@ def lower_model(
         made: what the user gets: the model, or a module that holds it.
         here: whether a module of the model is lowered.
     """
-    from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     model: Any = schedule.mod
     first = next(model.parameters(), torch.empty(0))
-    grouped = parallel_state.model_parallel_is_initialized()
-    plan = plan if grouped else _whole(plan)
+    group = _tp_group()
+    plan = _whole(plan) if isinstance(group, _Alone) else plan
     context = BuildContext(
         plan=plan,
-        group=parallel_state.get_tensor_model_parallel_group() if grouped else cast(ProcessGroup, _Alone()),
+        group=group,
         config=ModelParallelConfig(params_dtype=first.dtype, tensor_model_parallel_size=plan.layout.tp),
         source=None,
         device=torch.device("cpu") if first.device.type == "meta" else first.device,
@@ -239,9 +273,11 @@ def lower_model(
     )
     lower(schedule, model, context, here)
     schedule.built = True
-    prefix = next((f"{path}." for path, module in made.named_modules() if module is model and path), "")
-    names = {name: context.placement_of(name.removeprefix(prefix)) for name, _ in made.named_parameters()}
+    path = next(path for path, module in made.named_modules() if module is model)
+    below = f"{path}." if path else ""
+    names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}
     _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
+    _definitions[made] = path
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
@@ -251,6 +287,14 @@ def _whole(plan: Plan) -> Plan:
     """Returns the plan of a process without groups, which Megatron's layers need: modules stay as they are."""
     whole = {name: Placement(placement.name, placement.shape) for name, placement in plan.placements.items()}
     return replace(plan, cuts={}, fused_columns=(), placements=whole)
+
+
+def _tp_group() -> ProcessGroup:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_tensor_model_parallel_group()
+    return cast(ProcessGroup, _Alone())
 
 
 class _Alone:

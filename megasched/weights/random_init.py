@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import nn
 
 from megasched.definition.module_copy import copy_module
 from megasched.errors import CheckpointError, ConfigError
@@ -15,11 +16,9 @@ from megasched.plan.placement import Placement
 from megasched.transformers_names import INIT_WEIGHTS
 from megasched.weights.source import canonical_names, compare_names
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 # transformers.initialization passes over tensors that carry this flag.
 INITIALIZED = "_is_hf_initialized"
+type Initialiser = Callable[[nn.Module], object]
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -28,7 +27,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 class RandomInit:
-    """Provides weights by running the HF class's own ``_init_weights``.
+    """Provides weights by running the HF class's own ``_init_weights``, or a function of each module.
 
     A value depends on the seed, the parameter's canonical name and the config, and on nothing else: not on
     the layout, nor on which other parameters are requested. (Hosts whose CPUs lack AVX2 differ from those
@@ -39,12 +38,14 @@ class RandomInit:
         definition: from ``megasched.definition.build.build_definition``, parameters on meta, not scheduled yet.
             It is copied (that costs no parameter memory), so that the caller may go on to change it.
         seed: Megatron's ``--seed``.
+        init_weights: is called on each module, children first, as by ``nn.Module.apply``. By default an HF class's
+            ``_init_weights``. Modules of other classes call their ``reset_parameters`` before, as torch's do.
 
     Raises:
         ConfigError: a parameter of the definition is not on meta.
     """
 
-    def __init__(self, definition: PreTrainedModel, seed: int) -> None:
+    def __init__(self, definition: nn.Module, seed: int, init_weights: Initialiser | None = None) -> None:
         for name, param in definition.named_parameters():
             if not param.is_meta:
                 raise ConfigError(
@@ -52,7 +53,7 @@ class RandomInit:
                     "build_definition returns it, before it is filled"
                 )
         self._skeleton = copy_module(definition)
-        self._seed = seed
+        self._seed, self._initialise = seed, init_weights
         for original, param in zip(definition.parameters(), self._skeleton.parameters(), strict=True):
             # deepcopy drops attributes of parameters, and some _init_weights read theirs.
             param.__dict__.update(original.__dict__)
@@ -98,7 +99,7 @@ class RandomInit:
         embedding zeroes its padding row, a head doesn't), whichever of them is named first.
         """
         canonical = canonical_names(self._skeleton)
-        tied_to = self._skeleton.all_tied_weights_keys
+        tied_to = getattr(self._skeleton, "all_tied_weights_keys", {})
         sources = {first: first for first in canonical.values()}
         for target, source in tied_to.items():
             if canonical.get(target) is not None and canonical[target] == canonical.get(source):
@@ -121,18 +122,22 @@ class RandomInit:
         with self._made_real(source) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
             # torch.manual_seed would seed the GPUs as well, which fork_rng does not bring back here.
             torch.default_generator.manual_seed(parameter_seed(self._seed, name))
-            for model, module in self._initialisers(source):
+            for initialise, module in self._initialisers(source):
                 try:
-                    getattr(model, INIT_WEIGHTS)(module)
+                    initialise(module)
                 except RuntimeError as error:
+                    function = getattr(initialise, "__qualname__", initialise)
                     raise ConfigError(
-                        f"{name}: {type(model).__name__}._init_weights can't initialise it while the other "
+                        f"{name}: {function} can't initialise it while the other "
                         f"parameters are on meta ({error}), so there is no random start for it; load weights"
                     ) from error
         if real.isnan().any():
+            whose = (
+                f"{type(self._skeleton).__name__}._init_weights" if self._initialise is None else "init_weights"
+            )
             raise ConfigError(
-                f"{name}: {type(self._skeleton).__name__}._init_weights leaves it uninitialised, so there is "
-                "no random start for it; load weights, or initialise it in the class's _init_weights"
+                f"{name}: {whose} leaves it uninitialised, so there is no random start for it; load weights, or "
+                "initialise it there"
             )
         return real.detach()
 
@@ -152,18 +157,23 @@ class RandomInit:
         finally:
             slots[leaf] = empty
 
-    def _initialisers(self, name: str) -> list[tuple[PreTrainedModel, torch.nn.Module]]:
-        """Returns models with the modules that their ``_init_weights`` is called on, from the owner to the root.
+    def _initialisers(self, name: str) -> list[tuple[Any, nn.Module]]:
+        """Returns functions with the modules that they are called on, from the parameter's owner to the root.
 
-        The order and the choice of model are those of ``smart_apply`` in transformers/modeling_utils.py:
+        Of HF the order and the choice of model are those of ``smart_apply`` in transformers/modeling_utils.py:
         children first, and below a nested PreTrainedModel its function is called.
         """
         from transformers import PreTrainedModel
 
         model, module = self._skeleton, self._skeleton
-        chain: list[tuple[PreTrainedModel, torch.nn.Module]] = [(model, module)]
-        for part in name.split(".")[:-1]:
-            module = getattr(module, part)
+        chain: list[tuple[nn.Module, nn.Module]] = [(model, module)]
+        for attribute in name.split(".")[:-1]:
+            module = getattr(module, attribute)
             model = module if isinstance(module, PreTrainedModel) else model
             chain.append((model, module))
-        return chain[::-1]
+        owner, given, own = chain[-1][1], self._initialise, isinstance(self._skeleton, PreTrainedModel)
+        if own and given is None:
+            return [(getattr(model, INIT_WEIGHTS), module) for model, module in chain[::-1]]
+        resets = not own and hasattr(type(owner), "reset_parameters")
+        first = [(type(owner).reset_parameters, owner)] if resets else []
+        return [*first, *((given, module) for _, module in chain[::-1] if given is not None)]

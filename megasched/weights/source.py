@@ -13,7 +13,6 @@ from megasched.plan.placement import Placement
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
 
 class WeightSource(Protocol):
@@ -106,20 +105,22 @@ class Shards:
 
     Attributes:
         placements: of the model's parameters by name.
+        names: canonical names of the whole model's parameters; a pipeline stage holds some of them.
         rank, size: in the TP group.
     """
 
     placements: Mapping[str, Placement]
+    names: Collection[str]
     rank: int
     size: int
 
 
 def materialize(
-    definition: PreTrainedModel,
+    definition: nn.Module,
     source: WeightSource,
     dtype: torch.dtype | None = None,
     shards: Shards | None = None,
-) -> PreTrainedModel:
+) -> nn.Module:
     """Gives every parameter of the definition a real CPU tensor from the source, in place.
 
     Tied parameters stay one parameter, ``requires_grad`` and attributes of parameters are kept, and persistent
@@ -144,7 +145,7 @@ def materialize(
         what = f"nothing computes buffers that are on the meta device: {some_of(computed)}"
         raise CheckpointError(f"{what}; leave include_buffers out of init_empty_weights")
     canonical = canonical_names(definition)
-    source.check(set(canonical.values()))
+    source.check(set(canonical.values()) if shards is None else shards.names)
     filled: dict[str, torch.nn.Parameter] = {}
     for name, first in canonical.items():
         path, _, leaf = name.rpartition(".")

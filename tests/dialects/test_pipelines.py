@@ -123,6 +123,27 @@ def test_what_else_crosses_a_cut_comes_with_the_hidden_state(ranks: Any) -> None
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
 
 
+def _filled(folder: str) -> list[str]:
+    """Names of a stage's parameters that are not those of the folder; the head is tied to an earlier stage."""
+    from megasched.definition.build import build_definition, load_config
+
+    init_megatron(tp=2, pp=2)
+    source = megasched.HFFolder(folder, build_definition(load_config(folder)))
+    deferred, real = (
+        megasched.build_stage(megasched.create_schedule(model, name="auto"))
+        for model in (build_definition(load_config(folder)), tiny_model("gpt2"))
+    )
+    megasched.materialize(deferred, source)
+    there = dict(real.named_parameters())
+    assert dict(deferred.named_parameters()).keys() == there.keys()
+    return [name for name, value in deferred.named_parameters() if not torch.equal(there[name], value)]
+
+
+def test_deferred_weights_of_a_stage_are_filled(ranks: Any, tmp_path: Any) -> None:
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    assert ranks.run(4, _filled, str(tmp_path)) == [[]] * 4
+
+
 def _refused() -> list[str]:
     init_megatron(pp=2)
     words = []

@@ -11,7 +11,7 @@ from megasched import HFFolder, RandomInit
 from megasched.definition.build import build_definition
 from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
-from tests.lowering.models import tiny_config, tiny_model, token_ids
+from tests.lowering.models import Mlp, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far
 from tests.lowering.test_build import auto
 
@@ -116,6 +116,75 @@ def _filled_after_the_build(family, folder):
 def test_shards_are_filled_after_the_build(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     assert ranks.run(2, _filled_after_the_build, family, str(tmp_path)) == [{"folder": {}, "random": {}}] * 2
+
+
+def _initialise(module):
+    """Of linears alone: layer norms keep what ``reset_parameters`` gives them."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.3)
+        nn.init.constant_(module.bias, 0.5)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Mlp()
+
+    def forward(self, x):
+        return self.mlp(self.norm(x))
+
+
+def _initialised_by_a_function():
+    """Shards of values that one process draws, too; no two parameters alike."""
+    init_megatron(tp=2)
+    torch.manual_seed(3)
+    with megasched.init_empty_weights():
+        whole, deferred = Normed(), Normed()
+    megasched.materialize(whole, RandomInit(copy.deepcopy(whole), 3, _initialise))
+    sch = megasched.create_schedule(deferred)
+    sch["mlp.up"].shard(["weight", "bias"], axis=0)
+    sch["mlp.down"].shard("weight", axis=1)
+    x = torch.randn(2, 3, 8)
+    built = megasched.build(sch, inputs={"x": x}, init_weights=_initialise)
+    assert built.mlp.up.weight.shape == (8, 8)
+    assert not torch.equal(whole.mlp.up.weight, whole.mlp.down.weight.T)
+    assert float(whole.mlp.up.bias.sum()) == 8.0
+    assert float(whole.norm.weight.sum()) == 8.0
+    return distance(built(x), whole(x))
+
+
+def test_a_function_initialises_deferred_weights_at_every_layout(ranks):
+    assert all(off < 1e-6 for off in ranks.run(2, _initialised_by_a_function))
+
+
+def test_slapos_init_weights_is_the_class_own():
+    torch.manual_seed(3)
+    definition = build_definition(tiny_config("qwen3"))
+    sch = megasched.create_schedule(build_definition(tiny_config("qwen3")), name="auto")
+    built = megasched.build(sch, init_weights=sch.mod._init_weights)
+    wanted = megasched.materialize(definition, RandomInit(build_definition(tiny_config("qwen3")), 3))
+    for name, value in wanted.named_parameters():
+        assert torch.equal(built.get_parameter(name), value), name
+
+
+def test_real_weights_are_not_initialised_again():
+    with pytest.raises(megasched.ConfigError, match=r"norm\.weight is on cpu, not on meta"):
+        megasched.build(megasched.create_schedule(Normed()), init_weights=_initialise)
+
+
+def test_what_a_function_leaves_uninitialised_is_named():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    with megasched.init_empty_weights():
+        bare = Bare()
+    with pytest.raises(megasched.ConfigError, match="scale: init_weights leaves it uninitialised"):
+        megasched.build(megasched.create_schedule(bare), inputs={"x": torch.ones(3)}, init_weights=_initialise)
 
 
 class Encoder(nn.Module):
