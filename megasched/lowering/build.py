@@ -27,6 +27,7 @@ from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.lowering.lower import lower
 from megasched.lowering.prepare import find_roles, prepare
+from megasched.lowering.replica_check import ReplicaCheck
 from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
@@ -147,13 +148,14 @@ def build(
         schedule: schedule of any module, HF or not.
         inputs: example keyword arguments of the model's forward, from which the communication is derived (their
             values do not matter). An HF model that takes token ids or images needs none.
-        init_weights: a function of each whole module, as for ``nn.Module.apply``, that fills deferred weights
-            after the build, each rank its shards. Values follow from ``torch.initial_seed()`` and a parameter's name at
-            every layout, so seed all ranks alike.
+        init_weights: fills deferred weights after the build, each rank its shards: a function of each module, as
+            for ``nn.Module.apply``, which sees whole modules. Values follow from ``torch.initial_seed()`` and a
+            parameter's name at every layout, so seed all ranks alike.
 
     Raises:
         ScheduleError: with every problem found; the model is unchanged then.
-        ConfigError: ``init_weights`` is given, and weights are not deferred, or it leaves some uninitialised.
+        ConfigError: ``init_weights`` is given, and weights are not deferred, or it leaves some uninitialised. The
+            first forward raises it where DDP or FSDP2 replicates the model over other than data-parallel ranks.
     """
     model = schedule.mod
     source = None if init_weights is None else RandomInit(model, torch.initial_seed(), init_weights)
@@ -278,6 +280,8 @@ def lower_model(
     names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}
     _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
     _definitions[made] = path
+    if not isinstance(group, _Alone):
+        made.register_forward_pre_hook(ReplicaCheck())
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return plan
@@ -292,9 +296,8 @@ def _whole(plan: Plan) -> Plan:
 def _tp_group() -> ProcessGroup:
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        return parallel_state.get_tensor_model_parallel_group()
-    return cast(ProcessGroup, _Alone())
+    grouped = parallel_state.model_parallel_is_initialized()
+    return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group() if grouped else _Alone())
 
 
 class _Alone:

@@ -174,6 +174,6 @@ class RandomInit:
         owner, given, own = chain[-1][1], self._initialise, isinstance(self._skeleton, PreTrainedModel)
         if own and given is None:
             return [(getattr(model, INIT_WEIGHTS), module) for model, module in chain[::-1]]
-        resets = not own and hasattr(type(owner), "reset_parameters")
-        first = [(type(owner).reset_parameters, owner)] if resets else []
+        reset = None if own else getattr(type(owner), "reset_parameters", None)
+        first = [] if reset is None else [(reset, owner)]
         return [*first, *((given, module) for _, module in chain[::-1] if given is not None)]

@@ -65,3 +65,23 @@ def test_ddp_and_fsdp2_at_tp2_and_dp2_are_one_process(ranks: Any, family: str) -
     for found in ranks.run(4, _against_one_process, family):
         far = {wrap: off for wrap, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
+
+
+def _over_all_ranks(wrap: Any) -> str:
+    """As HF's Trainer wraps a model: the loss is off, in silence, without the check."""
+    init_megatron(tp=2)
+    model = megasched.build(megasched.create_schedule(tiny_model("llama"), name="auto"))
+    wrapped = wrap(model, torch.distributed.group.WORLD)
+    batch = causal()[0]
+    with pytest.raises(megasched.ConfigError) as raised:
+        wrapped(**batch)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_ranks_with_other_shards_are_no_replicas(ranks: Any, wrap: Any) -> None:
+    for rank, said in enumerate(ranks.run(2, _over_all_ranks, wrap)):
+        trainer = {"ddp": "DDP", "fsdp2": "FSDP2"}[wrap.__name__]
+        assert f"{trainer} takes ranks [0, 1] for replicas" in said
+        assert f"those with its shards are [{rank}]" in said
+        assert "HF's Trainer and accelerate wrap over all ranks" in said

@@ -1,0 +1,57 @@
+"""Refuses trainers that take ranks with other shards of a built model for replicas of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megasched.errors import ConfigError
+
+
+class ReplicaCheck:
+    """Forward pre-hook of a built model: looks at its first call who averages or shards its parameters.
+
+    DDP over all ranks, as HF's Trainer and accelerate wrap a model, writes the first rank's shards over those of
+    the others, and its losses look plausible.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Checks the first call.
+
+        Raises:
+            ConfigError: DDP or FSDP2 spans other ranks than Megatron's data-parallel group.
+        """
+        if self.done:
+            return
+        from megatron.core import parallel_state
+
+        self.done = True
+        replicas = distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        for trainer, ranks in _spans(model).items():
+            if not set(ranks) <= set(replicas):
+                what = f"{trainer} takes ranks {ranks} for replicas of this model"
+                raise ConfigError(f"{what}, and those with its shards are {replicas}; {_REMEDY}")
+
+
+_REMEDY = (
+    "its weights are mixed up: build it anew, and wrap it over parallel_state.get_data_parallel_group(). HF's "
+    "Trainer and accelerate wrap over all ranks, and can't train a model that is cut over TP"
+)
+
+
+def _spans(model: nn.Module) -> dict[str, list[int]]:
+    """Returns the ranks over which DDP and FSDP2 have a model."""
+    found = {}
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and any(module is model for module in ddp.modules()):
+        found["DDP"] = distributed.get_process_group_ranks(ddp.process_group)
+    sharded = next((one for one in model.parameters() if isinstance(one, DTensor)), None)
+    if sharded is not None:
+        found["FSDP2"] = sharded.device_mesh.mesh.flatten().tolist()
+    return found
