@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
 import megasched
@@ -77,6 +78,15 @@ def test_an_mlp_in_this_process_and_over_two_ranks(ranks):
     assert report.notes == ["dropouts are off on both sides: drop"]
     assert str(report).splitlines()[0] == "Mlp under a schedule of 2 calls at TP2, against the module alone"
     assert "\noutputs" in str(report)
+
+
+def test_random_states_stay_as_they_were():
+    """Also that Megatron has none: with none in place of no states, dropouts of layers would fail afterwards."""
+    sch, tracker = mlp(), get_cuda_rng_tracker()
+    before, initialized = torch.get_rng_state(), tracker.is_initialized()
+    assert megasched.verify(sch, inputs=sequences()).right
+    assert tracker.is_initialized() == initialized
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_batch_norm_over_tensor_and_data_parallel_ranks(ranks):

@@ -120,13 +120,14 @@ def _seeded() -> Iterator[None]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
+    states = tracker.get_states() if tracker.is_initialized() else None
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(SEED)
         try:
             yield
         finally:
-            tracker.set_states(states)
+            if states is not None:  # setting none would have layers draw from states that nobody made
+                tracker.set_states(states)
 
 
 def _of_whole_batch(output: Any, replicas: Any) -> Any:
