@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 import megasched
@@ -64,9 +65,9 @@ def one_process(family: str, clip: float = CLIP, **changes: Any) -> Steps:
     return steps_of(model_of(family, **changes), causal(), clip)
 
 
-def steps_of(model: Any, data: list[Batch], clip: float = CLIP) -> Steps:
-    """The unscheduled model with torch's AdamW and clipping."""
-    optimizer = adamw(model.parameters())
+def steps_of(model: Any, data: list[Batch], clip: float = CLIP, make: Any = adamw) -> Steps:
+    """The unscheduled model with torch's AdamW, or what ``make`` makes, and clipping."""
+    optimizer = make(model.parameters())
     losses, norms = [], []
     for batch in data:
         loss = model(**batch).loss
@@ -104,6 +105,13 @@ def engine_step_of(engine: Any, batch: Batch) -> float:
     engine.backward(loss)
     engine.step()
     return mean_over_replicas(loss)
+
+
+def refusal(sch: Any, config: Any, **options: Any) -> str:
+    """What is said where ``megasched.initialize`` refuses a schedule, a config or an option."""
+    with pytest.raises(megasched.ConfigError) as raised:
+        megasched.initialize(sch, target="deepspeed", config=config, **{"optimizer": adamw, **options})
+    return str(raised.value)
 
 
 def shared(batch: Batch) -> Batch:

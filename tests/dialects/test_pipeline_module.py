@@ -20,6 +20,7 @@ from tests.dialects.steps import (
     model_of,
     of_this_replica,
     one_process,
+    refusal,
     whole,
 )
 from tests.dialects.test_pipelines import of_all_stages
@@ -44,14 +45,18 @@ def pipeline_config(stage: int, **more: Any) -> dict[str, Any]:
     return {**zero_config(stage), **sizes, **more}
 
 
+def pipeline_step(engine: Any, ids: torch.Tensor) -> float:
+    """A step on this replica's part of a batch, sequence by sequence; its loss over all replicas."""
+    return float(engine.train_batch(iter([(one, one) for one in of_this_replica(ids).split(1)])))
+
+
 def trained(family: str, stage: int, clip: float = CLIP, **changes: Any) -> Steps:
     sch = megasched.create_schedule(model_of(family, **changes), name="auto")
     config = pipeline_config(stage, gradient_clipping=clip)
     engine, *_ = megasched.initialize(sch, target="deepspeed", config=config, optimizer=adamw)
     losses, norms = [], []
     for ids in batches():
-        mine = of_this_replica(ids).split(1)
-        losses.append(float(engine.train_batch(iter([(one, one) for one in mine]))))
+        losses.append(pipeline_step(engine, ids))
         norms.append(engine.get_global_grad_norm())
     weights = of_all_stages(list(engine.module.forward_funcs), whole)
     engine.destroy()
@@ -112,7 +117,7 @@ def _resumed(folder: str) -> tuple[list[float], list[float]]:
         return megasched.initialize(sch, target="deepspeed", config=pipeline_config(1), optimizer=adamw)[0]
 
     def steps(engine: Any, chosen: Any) -> list[float]:
-        return [float(engine.train_batch(iter([(one, one) for one in ids.split(1)]))) for ids in chosen]
+        return [pipeline_step(engine, ids) for ids in chosen]
 
     engine = engine_of(tiny_model("gpt2"))
     steps(engine, batches()[:3])
@@ -160,8 +165,8 @@ def test_a_loss_of_ones_own_and_deepspeeds_loader(deepspeed_ranks: Any) -> None:
 
 
 def _refusals() -> list[str]:
+    init_megatron(pp=2)
     words = []
-    config = pipeline_config if init_megatron(pp=2) else None
     for family, more, options in (
         ("llama", {"zero_optimization": {"stage": 2}}, {}),
         ("llama", {"zero_optimization": {"stage": 0}}, {}),
@@ -170,10 +175,8 @@ def _refusals() -> list[str]:
         ("llama", {}, {"inputs": {}}),
     ):
         sch = megasched.create_schedule(tiny_model(family), name="auto")
-        with pytest.raises(megasched.ConfigError) as raised:
-            megasched.initialize(sch, target="deepspeed", config=config(1, **more), optimizer=adamw, **options)
+        words.append(refusal(sch, pipeline_config(1, **more), **options))
         assert not sch.built
-        words.append(str(raised.value))
     return words
 
 
@@ -193,9 +196,7 @@ def _other_order() -> str:
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order="pp-tp-cp-ep-dp")
     sch = megasched.create_schedule(tiny_model("llama"), name="auto")
-    with pytest.raises(megasched.ConfigError) as raised:
-        megasched.initialize(sch, target="deepspeed", config=pipeline_config(1), optimizer=adamw)
-    return str(raised.value)
+    return refusal(sch, pipeline_config(1))
 
 
 def test_groups_of_another_order_are_refused(deepspeed_ranks: Any) -> None:
@@ -206,11 +207,7 @@ def test_groups_of_another_order_are_refused(deepspeed_ranks: Any) -> None:
 def _loss_without_stages() -> str:
     init_megatron()
     sch = megasched.create_schedule(tiny_model("llama"), name="auto")
-    with pytest.raises(megasched.ConfigError) as raised:
-        megasched.initialize(
-            sch, target="deepspeed", config=pipeline_config(1), loss_fn=torch.nn.functional.cross_entropy
-        )
-    return str(raised.value)
+    return refusal(sch, pipeline_config(1), loss_fn=torch.nn.functional.cross_entropy)
 
 
 def test_a_loss_is_for_stages(deepspeed_ranks: Any) -> None:

@@ -23,17 +23,17 @@ from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.conftest import DEEPSPEED
 from tests.dialects.steps import (
     BATCH,
-    CLIP,
     Steps,
     adamw,
     batches,
+    causal,
     engine_step,
     gaps,
     gathered,
-    of_this_replica,
     one_process,
+    steps_of,
 )
-from tests.dialects.test_pipeline_module import pipeline_config
+from tests.dialects.test_pipeline_module import pipeline_config, pipeline_step
 from tests.dialects.test_pipelines import of_all_stages
 from tests.dialects.test_zero import BOUNDS, whole_of, zero_config
 from tests.lowering.models import tiny_model
@@ -63,14 +63,7 @@ def kept(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def in_float32(family: str) -> Weights:
-    model = rounded_model(family)
-    optimizer = sgd(model.parameters())
-    for ids in batches():
-        model(input_ids=ids, labels=ids).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return steps_of(rounded_model(family), causal(), make=sgd).weights
 
 
 def plain(family: str, stage: int) -> Weights:
@@ -105,7 +98,7 @@ def in_stages(family: str) -> Weights:
     sch = megasched.create_schedule(rounded_model(family), name="auto")
     engine, *_ = megasched.initialize(sch, target="deepspeed", config=pipeline_config(1, **BF16), optimizer=sgd)
     for ids in batches():
-        engine.train_batch(iter([(one, one) for one in of_this_replica(ids).split(1)]))
+        pipeline_step(engine, ids)
     weights = of_all_stages(list(engine.module.forward_funcs), kept)
     engine.destroy()
     return weights

@@ -16,11 +16,16 @@ from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 TP2 = ParallelDims(tensor_model_parallel_size=2)
 
 
-def mlp(layout=None, **options):
-    sch = megasched.create_schedule(randomize(Mlp(**options)), layout)
+def cut(model, layout=None):
+    """A schedule of a module whose ``up`` and ``down`` are cut."""
+    sch = megasched.create_schedule(model, layout)
     sch["up"].shard("weight", axis=0)
     sch["down"].shard("weight", axis=1)
     return sch
+
+
+def mlp(layout=None, **options):
+    return cut(randomize(Mlp(**options)), layout)
 
 
 def sequences():
@@ -171,10 +176,7 @@ class Cancelling(nn.Module):
 
 
 def test_what_rounding_explains_is_equal(ranks):
-    sch = megasched.create_schedule(Cancelling())
-    sch["up"].shard("weight", axis=0)
-    sch["down"].shard("weight", axis=1)
-    report = megasched.verify(sch, inputs=sequences(), tp=2, ranks=ranks)
+    report = megasched.verify(cut(Cancelling()), inputs=sequences(), tp=2, ranks=ranks)
     assert report.verdict == "equal"
     assert errors(report)["outputs"] > 1e-5
     assert "from float64 it is" in report.why
@@ -188,10 +190,7 @@ class WithoutFloat64(Cancelling):
 
 
 def test_without_float64_what_is_beyond_the_tolerance_is_wrong(ranks):
-    sch = megasched.create_schedule(WithoutFloat64())
-    sch["up"].shard("weight", axis=0)
-    sch["down"].shard("weight", axis=1)
-    report = megasched.verify(sch, inputs=sequences(), tp=2, ranks=ranks)
+    report = megasched.verify(cut(WithoutFloat64()), inputs=sequences(), tp=2, ranks=ranks)
     assert report.verdict == "wrong"
     assert report.notes == ["nothing tells rounding from mistakes, as the module has no float64: float32 alone"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,14 @@ def read_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         for key, (no, why) in REFUSED.items()
         if (value := value_at(found, key)) not in (None, no)
     ]
-    if problems:
-        heading = "DeepSpeed's config asks for what a scheduled model does not have:"
-        raise ConfigError("\n  ".join([heading, *problems]))
+    refuse_all(problems, "a scheduled model")
     return found
+
+
+def refuse_all(problems: Sequence[str], whose: str) -> None:
+    """Raises ConfigError with all problems of a config, if there are any; ``whose`` is what does not have them."""
+    if problems:
+        raise ConfigError("\n  ".join([f"DeepSpeed's config asks for what {whose} does not have:", *problems]))
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.dialects.deepspeed.config import value_at, zero_stage
+from megasched.dialects.deepspeed.config import refuse_all, value_at, zero_stage
 from megasched.dialects.stages import Loss, build_stage
 from megasched.errors import ConfigError
 from megasched.language.schedule import Schedule
@@ -58,8 +58,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         problems.append(f"{what}; call sch['model.layers.*'].checkpoint() instead")
     if value_at(config, "checkpoint.load_universal"):
         problems.append("checkpoint.load_universal: the names in a pipeline's checkpoint are those of its stages")
-    if problems:
-        raise ConfigError("\n  ".join(["DeepSpeed's config asks for what a pipeline does not have:", *problems]))
+    refuse_all(problems, "a pipeline")
 
 
 def _topology() -> Any:
