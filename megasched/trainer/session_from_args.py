@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megasched.errors import Problem, ScheduleError, some_of
+from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 from megasched.language.lora import adapted, adapter_names
 from megasched.language.schedule_file import add_options
 from megasched.plan.decisions import without_rule
@@ -86,10 +86,27 @@ def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
         _warn_of_options(session, args)
 
 
+def _refuse_length(args: Namespace) -> None:
+    """Refuses sequences that sequence parallelism can't cut; Megatron asserts it in the first forward.
+
+    Raises:
+        ConfigError: for ``--sequence-parallel``.
+    """
+    rows = args.micro_batch_size if args.sft else 1  # which are joined
+    tp, length = args.tensor_model_parallel_size, rows * args.seq_length // args.context_parallel_size
+    if args.sequence_parallel and length % tp:
+        raise ConfigError(
+            f"--sequence-parallel cuts each sequence into TP = {tp} parts, and {tp} does not divide the {length} "
+            "positions that a rank has of it (--seq-length); run it without --sequence-parallel, or with another "
+            "length where the model has no fixed one"
+        )
+
+
 def _refuse_batches(session: Session, args: Namespace) -> None:
     """Refuses a run whose micro-batches, or Megatron's handling of their gradients, do not go with the plan."""
     plan, rows = session.plan, (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
     refuse_loss_of_batches(session.replaced, plan.structure, ((each, args.seq_length) for each in rows))
+    _refuse_length(args)
     refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
@@ -158,6 +175,7 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
         session.schedule.layout,
         overrides=args.hf_override or (),
         trust_remote_code=bool(args.trust_remote_code),
+        objective=args.objective,
     )
     print(f"megasched: warning: {of_unchecked_options(options, command)}")
 

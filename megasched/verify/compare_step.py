@@ -159,7 +159,7 @@ class StepComparison:
     def _locator(self, reports: list[RankReport], expected: HfStep, look: Look) -> Locator:
         layout = self.steps.layout
         dp = layout.data_parallel_size
-        replica = look[1] * dp // self.steps.batches.tokens.shape[1]
+        replica = look[1] * dp // self.steps.batches.micro_batches
         return Locator(reports, expected, layout.tp, layout.cp, dp, self.facts, replica)
 
     def _wrong_masks(self, schedule: str) -> Finding | None:

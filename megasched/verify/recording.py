@@ -179,6 +179,10 @@ def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
     return undo
 
 
+# What the batch of pretrain_gpt.py and HF's forward call differently.
+_OF_FORWARD = {"tokens": "input_ids"}
+
+
 @dataclass
 class Serving:
     """Serves the micro-batches of a file to a script, and has one of them watched.
@@ -194,41 +198,56 @@ class Serving:
     def __post_init__(self) -> None:
         from safetensors.torch import load_file
 
-        held = load_file(self.look.batches)
-        self._tokens, self._labels = held["tokens"], held["labels"]
+        self._inputs = load_file(self.look.batches)
+        self._labels = self._inputs.pop("labels")
+        self._chunk = 0  # whose forward runs
         self._counts: dict[int, int] = {}  # of micro-batches that a chunk has had
         self._open: dict[int, Watch] = {}
 
     def install(self, script: Any) -> Callable[[], None]:
         """Makes ``script.get_batch`` return the file's micro-batches, and returns the undo."""
-        real = script.get_batch
+        real, real_step = script.get_batch, script.forward_step
 
-        def get_batch(iterator: Any, vp_stage: int | None) -> Any:
-            return self._serve(real(iterator, vp_stage), vp_stage or 0)
+        def forward_step(iterator: Any, model: Any, **more: Any) -> Any:
+            from megatron.core.utils import get_attr_wrapped_model
 
-        script.get_batch = get_batch
-        return lambda: setattr(script, "get_batch", real)
+            self._chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+            return real_step(iterator, model, **more)
+
+        def get_batch(*args: Any) -> Any:
+            return self._serve(real(*args))
+
+        def undo() -> None:
+            script.get_batch, script.forward_step = real, real_step
+
+        script.get_batch, script.forward_step = get_batch, forward_step
+        return undo
 
     def close(self) -> None:
         """Ends the watches after the last micro-batch of a step."""
         for chunk in list(self._open):
             self.report.sightings.merge(self._open.pop(chunk).close())
 
-    def _serve(self, batch: Any, chunk: int) -> Any:
+    def _serve(self, batch: Any) -> Any:
         from megatron.core import mpu
         from megatron.core.utils import get_batch_on_this_cp_rank
 
+        chunk = self._chunk
         number = self._counts.get(chunk, 0)
         self._counts[chunk] = number + 1
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        each = self._tokens.shape[1] // replicas
+        each = self._labels.shape[1] // replicas
         step, place = number // each, replica * each + number % each
         if chunk in self._open:
             self.report.sightings.merge(self._open.pop(chunk).close())
         if (step, place) == (self.look.step, self.look.micro_batch):
             self._open[chunk] = self.watch(chunk)
         labels = self._labels[step, place]
-        mask = (labels != IGNORED).float()
-        own = {"tokens": self._tokens[step, place], "labels": labels.clamp_min(0), "loss_mask": mask}
+        own = {name: values[step, place] for name, values in self._inputs.items()}
+        own |= {"labels": labels.clamp_min(0), "loss_mask": labels != IGNORED}
         cut = get_batch_on_this_cp_rank(own, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-        return {name: cut[name] if name in cut and held is not None else held for name, held in batch.items()}
+        found = {name: cut.get(_OF_FORWARD.get(name, name)) for name in batch}
+        return {
+            name: held if own is None or held is None else own.to(held.dtype)
+            for (name, held), own in zip(batch.items(), found.values(), strict=True)
+        }

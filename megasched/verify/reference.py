@@ -70,7 +70,7 @@ def hf_loss(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     """
     if bool((labels[:, -1] != IGNORED).any()):
         raise ValueError("no label belongs at the last position: a class that moves them does not look there")
-    return loss_of(model, tokens, labels, getattr(model, _TAKES))
+    return loss_of(model, {"input_ids": tokens}, labels, getattr(model, _TAKES))
 
 
 def hf_step(

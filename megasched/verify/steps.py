@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasched.definition.build import load_config
+from megasched.definition.build import build_definition, load_config
 from megasched.definition.config_check import CONFIG
+from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.shrink import LAYERS
 from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
 from megasched.errors import ConfigError
@@ -51,9 +52,15 @@ class Steps:
     _known: dict[Any, PlainRun] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.batches = make.make_batches(self._config(), self.layout, 1 if self.bf16 else make.STEPS)
+        subject, steps = self.subject, 1 if self.bf16 else make.STEPS
+        self.batches = make.make_batches(self._config(), self.layout, steps, subject.objective)
         self._plain = PlainModel(
-            self.subject.folder, self.subject.weights, self.subject.trust_remote_code, silent=True
+            subject.folder,
+            subject.weights,
+            subject.objective.auto_class,
+            subject.objective.predicts_next,
+            subject.trust_remote_code,
+            silent=True,
         )
 
     def scheduled(self, schedule: str, look: Look = FIRST, *, silent: bool = True) -> list[RankReport]:
@@ -67,8 +74,8 @@ class Steps:
         Raises:
             RankError: it was refused, or failed.
         """
-        flags = [*self.layout.flags(), *make.flags(self.layout), *STEP_FLAGS]
-        flags += ["--vocab-size", str(self.subject.vocabulary)]
+        sizes = make.flags(self.layout, self._config(), self.subject.objective)
+        flags = [*self.layout.flags(), *sizes, *STEP_FLAGS]
         flags += ["--trust-remote-code"] if self.subject.trust_remote_code else []
         flags += ["--bf16"] if self.bf16 else []
         batches = self._up_to(look)
@@ -82,6 +89,7 @@ class Steps:
             iterations=batches.steps,
             schedule=schedule,
             random_init=False,
+            script=self.subject.objective.script,
             look=recording.Look(str(file), *look, silent=silent),
             timeout=self.timeout,
         )
@@ -149,7 +157,7 @@ class Subject:
         folder: HF folder, with every dropout of the config off.
         model: name of the architecture.
         layers: number of its layers.
-        vocabulary: size of its vocabulary.
+        objective: what it is trained to do.
         weights: file of safetensors by the names of parameters; None where they are a checkpoint of HF's.
         batches: path for the file of batches.
         small: whether it is a copy that was made for this.
@@ -159,7 +167,7 @@ class Subject:
     folder: str
     model: str
     layers: int
-    vocabulary: int
+    objective: Objective
     weights: str | None
     batches: str
     trust_remote_code: bool
@@ -176,15 +184,18 @@ def make_subject(
     layers: int | None,
     overrides: Sequence[str],
     trust_remote_code: bool,
+    objective: Objective = CAUSAL_LM,
 ) -> Subject:
     """Makes the folder that is verified: a small copy of a model, or the model with its dropouts off.
 
     Args:
         target: where the folder is made.
         layers: number of layers of a small copy; enough for the layout by default.
+        objective: what it is trained to do.
 
     Raises:
-        ConfigError: no small copy can be made, or options that do not go together.
+        ConfigError: no small copy can be made, transformers has no such model of it, or options that do not go
+            together.
     """
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     name = type(config).__name__.removesuffix("Config")
@@ -198,8 +209,9 @@ def make_subject(
         dropouts = switch(config, 0.0)
         notes += [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
     else:
-        config = small_copy(config, layers=depth)
-    windows = unreached_windows(config, layout)
+        config = small_copy(config, layers=depth, objective=objective)
+    build_definition(config, objective, trust_remote_code=trust_remote_code)  # or says why there is none
+    windows = unreached_windows(config, layout, objective)
     notes += [f"no sequence is longer than {field} {value}" for field, value in windows.items()]
     target.mkdir()
     if own:
@@ -207,11 +219,10 @@ def make_subject(
         config.save_pretrained(target)
     else:
         copy_code(hf_model, target, trust_remote_code)
-        write_model(config, target, trust_remote_code=trust_remote_code)
-    vocabulary = config.get_text_config(decoder=True).vocab_size
+        write_model(config, target, trust_remote_code=trust_remote_code, objective=objective)
     weights = None if own else str(target / "model.safetensors")
     batches = str(target.with_name("batches.safetensors"))
-    found = Subject(str(target), name, depth, vocabulary, weights, batches, trust_remote_code, not full_size)
+    found = Subject(str(target), name, depth, objective, weights, batches, trust_remote_code, not full_size)
     return replace(found, notes=tuple(notes))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megasched.definition.objectives import CAUSAL_LM
 from megasched.definition.sequence_split import Zigzag
 from megasched.trainer import entry
 from megasched.trainer.flags.rehearsal import rehearsal_flags
@@ -55,7 +56,7 @@ def train(
     schedule: str = "auto",
     random_init: bool = True,
     tokens: tuple[int, int] | None = None,
-    script: str = "pretrain_gpt",
+    script: str = CAUSAL_LM.script,
     mock_data: bool = True,
     mask: bool = False,
     as_it_is: bool = False,
@@ -84,7 +85,7 @@ def train(
         _record_finalized_gradients(training, report, 0 if look is None else look.step),
         record_batches(pretrain_gpt, report, tokens, mask, as_it_is)
         if serving is None
-        else serving.install(pretrain_gpt),
+        else serving.install(pretrain_gpt if script == CAUSAL_LM.script else pretraining),
         record_samples(pretraining, report),
         record_logits(report, look is not None),
     ]
@@ -94,7 +95,7 @@ def train(
             options["rehearse"] = rehearse
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
-        for one in undo:
+        for one in reversed(undo):  # two may have wrapped one function
             one()
     report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
     report.dp_rank = parallel_state.get_data_parallel_rank()
@@ -116,7 +117,7 @@ def run_trainer(
     iterations: int,
     schedule: str = "auto",
     random_init: bool = True,
-    script: str = "pretrain_gpt",
+    script: str = CAUSAL_LM.script,
     mock_data: bool = True,
     rehearse: bool = True,
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasched.definition.build import build_definition, load_config
+from megasched.definition.objectives import CAUSAL_LM, Objective, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import split_file
@@ -36,6 +37,7 @@ def verify_schedule(
     layers: int | None = None,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: Objective = CAUSAL_LM,
     ranks: RankPool | None = None,
     timeout: float = 600,
     progress: Callable[[str], None] = lambda doing: None,
@@ -56,6 +58,7 @@ def verify_schedule(
         layers: number of layers of the small copy; 4, or as many as there are stages, by default.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
+        objective: what the model is trained to do, which decides its class and the script.
         ranks: processes to run it on; own ones by default.
         timeout: seconds for each of the runs.
         progress: called with what is being done.
@@ -74,9 +77,10 @@ def verify_schedule(
             layers=layers,
             overrides=overrides,
             trust_remote_code=trust_remote_code,
+            objective=objective,
         )
         found = Verification(schedule, hf_model, layout, subject.model, not full_size, subject.layers, "equal")
-        found.bf16, found.notes = bf16, list(subject.notes)
+        found.bf16, found.objective, found.notes = bf16, objective.name, list(subject.notes)
         with nullcontext(ranks) if ranks is not None else RankPool(MOST_RANKS) as pool:
             steps = Steps(pool, subject, layout, bf16, timeout, progress)
             _fill(found, steps, _from_anywhere(schedule), Path(folder) / "without.py")
@@ -94,7 +98,8 @@ def certify(
         ConfigError: it can't be written.
     """
     config = load_config(found.hf_model, overrides, trust_remote_code=trust_remote_code)
-    definition = build_definition(config, trust_remote_code=trust_remote_code)
+    objective = find_objective(found.objective)
+    definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
     write_certificate(path, subject_of(found.schedule, definition, found.layout), found.to_dict())
 
 

@@ -1,9 +1,9 @@
-"""T5: an encoder and a decoder that share one token embedding, and tables of biases with a column per head."""
+"""T5, mT5, UMT5: encoder and decoder share a token embedding, and tables of biases have a column per head."""
 
 from megasched.model_adapters.registry import Adapter
 
 ADAPTER = Adapter(
-    model_types=("t5",),
+    model_types=("t5", "mt5", "umt5"),
     roles={
         "shared": "embed.tokens",
         "*.embed_tokens": "embed.tokens",

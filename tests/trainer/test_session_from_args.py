@@ -195,6 +195,15 @@ def test_ranks_that_do_not_divide(llama):
         begin_session(arguments(llama, tensor_model_parallel_size=8), {})
 
 
+def test_sequences_that_sequence_parallelism_cannot_cut(llama):
+    given = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(ConfigError, match="2 does not divide the 15 positions"):
+        begin_session(arguments(llama, seq_length=15, **given), {})
+    begin_session(arguments(llama, seq_length=15, tensor_model_parallel_size=2), {})
+    joined = {"sft": True, "sft_tokenizer_prompt_format": "identity"}
+    begin_session(arguments(llama, seq_length=15, micro_batch_size=2, **joined, **given), {})
+
+
 def test_every_problem_is_in_one_report(llama, tmp_path):
     path = written(
         tmp_path,

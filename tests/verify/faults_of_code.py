@@ -326,3 +326,15 @@ def only_the_last_step_lost(sch, layout):
 
     _when_built(plant)
     _optimizer(after=put_back)
+
+
+def mask_lost(sch, layout):
+    auto(sch, layout)
+
+    def plant(definition):
+        def unmasked(module, args, kwargs):
+            return args, {**kwargs, "attention_mask": torch.ones_like(kwargs["attention_mask"])}
+
+        definition.register_forward_pre_hook(unmasked, with_kwargs=True)
+
+    _when_built(plant)

@@ -81,7 +81,9 @@ def test_experts_that_no_token_reached_are_named(ranks, tmp_path):
     folder = write_small_model("qwen3_moe", tmp_path)
     tokens = torch.tensor([[[[3, 400]]]])
     labels = torch.tensor([[[[400, IGNORED]]]])
-    run = ranks.plain.run(PlainModel(folder, f"{folder}/model.safetensors"), Batches(tokens, labels))
+    run = ranks.plain.run(
+        PlainModel(folder, f"{folder}/model.safetensors"), Batches({"input_ids": tokens}, labels)
+    )
     zero = [
         f"{name}[{index}]"
         for name, gradient in run.gradients.items()

@@ -30,7 +30,7 @@ def test_it_trains_as_torch_does(ranks, llama):
     others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
     groups = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=OPTIMIZER["eps"], weight_decay=0.1)
-    for step, (tokens, labels) in enumerate(zip(batches.tokens, batches.labels, strict=True)):
+    for step, (tokens, labels) in enumerate(zip(batches.inputs["input_ids"], batches.labels, strict=True)):
         losses = [
             F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), wanted.flatten())
             for ids, wanted in zip(tokens, labels, strict=True)
@@ -80,12 +80,13 @@ def test_what_is_judged_cannot_be_imported_there(ranks, llama, tmp_path, module)
 def test_ids_span_the_vocabulary_and_batches_change():
     config = small_config("llama")
     batches = make_batches(config, ParallelDims(data_parallel_size=2, pipeline_model_parallel_size=2))
-    assert batches.tokens.shape == (3, 4, 2, 32)
-    assert set(batches.tokens.flatten().tolist()) == set(range(config.vocab_size))
-    first = batches.tokens[0, 0]
+    tokens = batches.inputs["input_ids"]
+    assert tokens.shape == (3, 4, 2, 32)
+    assert set(tokens.flatten().tolist()) == set(range(config.vocab_size))
+    first = tokens[0, 0]
     assert int(first.min()) < 10
     assert int(first.max()) > config.vocab_size - 10
-    assert not torch.equal(batches.tokens[0], batches.tokens[1])
+    assert not torch.equal(tokens[0], tokens[1])
     counted = (batches.labels != IGNORED).sum((2, 3))
     assert counted[0].tolist() == [62, 46, 40, 62]  # no label at the end; padding; a third masked
     assert not bool((batches.labels[..., -1] != IGNORED).any())
@@ -94,4 +95,4 @@ def test_ids_span_the_vocabulary_and_batches_change():
 def test_an_id_that_stands_for_a_picture_is_left_out():
     config = small_config("llama")
     config.image_token_id = 77
-    assert 77 not in make_batches(config, ONE).tokens
+    assert 77 not in make_batches(config, ONE).inputs["input_ids"]

@@ -8,8 +8,23 @@ from typing import Annotated
 
 import typer
 
-from megasched.cli.options import Cp, Dp, Ep, HfModel, HfOverride, Json, Pp, Sp, Tp, TrustRemoteCode, Vp, layout_of
+from megasched.cli.options import (
+    Cp,
+    Dp,
+    Ep,
+    HfModel,
+    HfOverride,
+    Json,
+    Objective,
+    Pp,
+    Sp,
+    Tp,
+    TrustRemoteCode,
+    Vp,
+    layout_of,
+)
 from megasched.cli.output import print_found, quiet_imports, report_console
+from megasched.definition.objectives import find_objective
 from megasched.json_output import json_only, print_json
 
 
@@ -30,6 +45,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Write what was found, for --require-certificate of a run.")
     ] = None,
     hf_override: HfOverride = None,
+    objective: Objective = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -54,6 +70,7 @@ def verify(
             layers=layers,
             overrides=hf_override or (),
             trust_remote_code=trust_remote_code,
+            objective=find_objective(objective),
             progress=lambda doing: print(f"{doing} ...", file=sys.stderr),
         )
         if certificate is not None:

@@ -77,14 +77,12 @@ def explain_schedule(
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout, or no
             parameter matches the glob.
     """
-    session = open_session(
-        schedule,
-        hf_model,
-        layout,
-        overrides=overrides,
-        trust_remote_code=trust_remote_code,
-        objective=objective,
-    )
+    asked: dict[str, Any] = {
+        "overrides": overrides,
+        "trust_remote_code": trust_remote_code,
+        "objective": objective,
+    }
+    session = open_session(schedule, hf_model, layout, **asked)
     session.runs.with_lines = True
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
@@ -99,7 +97,7 @@ def explain_schedule(
         decisions,
         *told,
         tuple(unchecked_options(session.definition)),
-        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+        verify_command(schedule, hf_model, layout, **asked),
         tuple(loss_lines(plan)),
     )
 

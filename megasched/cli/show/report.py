@@ -99,14 +99,13 @@ def inspect_schedule(
     Raises:
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
+    asked: dict[str, Any] = {
+        "overrides": overrides,
+        "trust_remote_code": trust_remote_code,
+        "objective": objective,
+    }
     session = open_session(
-        schedule,
-        hf_model,
-        layout,
-        overrides=overrides,
-        trust_remote_code=trust_remote_code,
-        objective=objective,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        schedule, hf_model, layout, make_vocab_size_divisible_by=make_vocab_size_divisible_by, **asked
     )
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
@@ -128,7 +127,7 @@ def inspect_schedule(
         list(session.schedule.records),
         unverified(session.definition, layout, load_matrix()["types"]),
         unchecked_options(session.definition),
-        verify_command(schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code),
+        verify_command(schedule, hf_model, layout, **asked),
         _hidden_size(session),
         structure.layers,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 from megasched.definition.objectives.objective import Objective
 
+SMALL_CLASSES = 101  # prime, as a small vocabulary is; and more than few, whose errors in bf16 would be luck
+
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Returns the channels, height and width of a model's images."""
@@ -30,6 +32,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 IMAGE_CLASSIFICATION = Objective(
     "image_classification",
+    "pretrain_vision_classify",
     "AutoModelForImageClassification",
     "classifier of images",
     {"pixel_values": "float32"},
@@ -37,4 +40,5 @@ IMAGE_CLASSIFICATION = Objective(
     label_shape=lambda config, batch, length: (batch,),
     classes=_classes,
     sequence_length=_sequence_length,
+    small_copy={"num_labels": SMALL_CLASSES},
 )

@@ -7,6 +7,7 @@ from megasched.definition.objectives.objective import Objective
 
 MASKED_LM = Objective(
     "masked_lm",
+    "pretrain_bert",
     "AutoModelForMaskedLM",
     "masked language model",
     {"input_ids": "int64", "attention_mask": "int64"},

@@ -36,6 +36,7 @@ class Objective:
 
     Attributes:
         name: value of ``--objective``.
+        script: bundled entry script that trains it, without ``.py``.
         auto_class: class of transformers that finds the HF class for a config, e.g. ``AutoModelForCausalLM``.
         model: name of such a model in messages.
         inputs: arguments of the forward, without labels -> dtype, e.g. ``int64``.
@@ -43,9 +44,12 @@ class Objective:
         classes: HF config -> number of classes of a label, and the field that holds it.
         constants: further arguments of every forward.
         sequence_length: HF config -> length of the sequences in the layers if the config fixes it, and the reason.
+        small_copy: fields that a small copy of a model gets besides its sizes.
+        predicts_next: whether a label is the token that comes next, so that the class may move labels by itself.
     """
 
     name: str
+    script: str
     auto_class: str
     model: str
     inputs: Mapping[str, str]
@@ -54,6 +58,8 @@ class Objective:
     classes: Callable[[Any], tuple[int, str]] = vocabulary
     constants: Mapping[str, Any] = field(default_factory=dict)
     sequence_length: Callable[[Any], tuple[int, str] | None] = lambda config: None
+    small_copy: Mapping[str, Any] = field(default_factory=dict)
+    predicts_next: bool = False
 
     def trial_inputs(self, config: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
         """Returns arguments of a forward without labels: zeros on meta."""

@@ -122,17 +122,21 @@ def shrink(config_class: type[PretrainedConfig], changes: Mapping[str, Any] | No
     return config_class(**{**arguments, part: type(_text(small))(**_arguments(type(_text(small)), own))})
 
 
-def shrink_copy(config: PretrainedConfig, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+def shrink_copy(
+    config: PretrainedConfig, changes: Mapping[str, Any] | None = None, *, decoder: bool = True
+) -> PretrainedConfig:
     """Returns a small config like a given one: its flags, choices and kinds of layers, in small sizes.
 
     Args:
         config: of the original model; it is not changed.
         changes: as for ``shrink``.
+        decoder: whether the copy is one where the class can be; otherwise it is what the original is.
 
     Raises:
         Exception: as ``shrink``.
     """
-    return type(config)(**_arguments(type(config), dict(changes or {}), config))
+    kept = {"is_decoder": config.is_decoder} if not decoder and "is_decoder" in vars(config) else {}
+    return type(config)(**_arguments(type(config), {**(changes or {}), **kept}, config))
 
 
 def deepen(config: PretrainedConfig, layers: int) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.config_overrides import CHANGES, PART
 from megasched.definition.small_models.shrink import LAYERS, deepen, shrink, shrink_copy
 from megasched.errors import ConfigError
@@ -45,14 +46,18 @@ def copy_code(source: str, target: Path, trust_remote_code: bool) -> None:
             shutil.copy(file, target)
 
 
-def small_copy(config: Any, layers: int = LAYERS) -> Any:
+def small_copy(config: Any, layers: int = LAYERS, objective: Objective = CAUSAL_LM) -> Any:
     """Returns a small config like a given one, with ``layers`` layers; see ``shrink_copy``.
+
+    Args:
+        objective: what the model will be trained to do; one that predicts the next token is a decoder.
 
     Raises:
         ConfigError: its sizes are inconsistent once they are small.
     """
     try:
-        small = shrink_copy(config, CHANGES.get(config.model_type))
+        changes = {**CHANGES.get(config.model_type, {}), **objective.small_copy}
+        small = shrink_copy(config, changes, decoder=objective.predicts_next)
     except Exception as error:  # each class validates in its own way
         what = f"no small copy of this {type(config).__name__} can be made: {type(error).__name__}: {error}"
         raise ConfigError(what) from error
@@ -70,20 +75,26 @@ def write_small_model(model_type: str, folder: str | Path) -> str:
     return write_model(small_config(model_type), folder)
 
 
-def write_model(config: Any, folder: str | Path, *, trust_remote_code: bool = False) -> str:
+def write_model(
+    config: Any, folder: str | Path, *, trust_remote_code: bool = False, objective: Objective = CAUSAL_LM
+) -> str:
     """Writes ``config.json`` and ``model.safetensors`` (float32; HF's initialisation plus noise).
 
     Tensors have the names and shapes of the model's parameters; tied ones are written once.
+
+    Args:
+        objective: what the model will be trained to do, which decides its class.
 
     Returns:
         The folder.
     """
     import torch
+    import transformers
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    auto_class = getattr(transformers, objective.auto_class)
+    model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     noise = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import SCHEDULE, split_file
@@ -53,7 +54,11 @@ def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims)
     return {
         "versions": {package: version(package) for package in PACKAGES},
         "schedule": {"name": name, "sha256": _hash(text)},
-        "model": {"type": config.model_type, "sha256": _hash(json.dumps(values, sort_keys=True).encode())},
+        "model": {
+            "type": config.model_type,
+            "objective": objective_of(definition).name,
+            "sha256": _hash(json.dumps(values, sort_keys=True).encode()),
+        },
         "classes": sources_of(definition),
         "parallelism": _kinds(layout),
     }

@@ -119,6 +119,8 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
     if type(checked) is not type(config):
         return []
     fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings", _PER_LAYER}
+    if not objective_of(model).predicts_next:
+        fields.discard("is_decoder")  # the matrix has decoders
     values, others = ({**vars(one), _PER_LAYER: one.to_dict().get(_PER_LAYER)} for one in (config, checked))
     found = []
     for name in sorted(fields):
@@ -170,11 +172,17 @@ def verify_command(
     *,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    objective: str | None = None,
 ) -> str:
-    """Returns the command that checks a run's model at its kinds of parallelism: groups of 2 stand for any."""
+    """Returns the command that checks a run's model at its kinds of parallelism: groups of 2 stand for any.
+
+    Args:
+        objective: what ``--objective`` says; None for a causal language model.
+    """
     sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
     small = {name: min(value, 2) for name, value in sizes.items()}
     words = ["megasched", "verify", schedule, "--hf-model", hf_model, *replace(layout, **small).flags()]
+    words += [] if objective is None else ["--objective", objective]
     for override in overrides:
         words += ["--hf-override", override]
     return shlex.join([*words, *(["--trust-remote-code"] if trust_remote_code else [])])
@@ -191,6 +199,11 @@ def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
         lines = "\n  - ".join(["not known to be right:", *doubts])
         name = model.config.model_type
         remedy = f"`megasched archs {name}` shows what is known, with --run it checks this machine's copy"
-        if custom_classes(model):
-            remedy = "`megasched verify --certificate FILE` checks it, and --require-certificate FILE runs it then"
+        objective = objective_of(model)
+        if custom_classes(model) or objective is not CAUSAL_LM:
+            asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"
+            remedy = (
+                f"`megasched verify{asked} --certificate FILE` checks it, and --require-certificate FILE runs it"
+            )
+            remedy += " then"
         raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")

@@ -88,13 +88,17 @@ def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Sou
     """Reads the field that Megatron's ``dest`` needs, as ``read`` does, and raises where there is none.
 
     Raises:
-        ConfigError: none of the names holds a value.
+        ConfigError: none of the names holds a value, or it is a list.
     """
     found = read(config, names)
     if found is None:
         raise ConfigError(
             f"{type(config).__name__} has none of {', '.join(names)}, so Megatron's {dest} is unknown; "
             "if this config calls it otherwise, add the name in megasched/trainer/flags/model_sizes.py"
+        )
+    if isinstance(found.value, list | tuple):
+        raise ConfigError(
+            f"{found.source}: layers of several sizes, and Megatron's {dest} is one number for all of them"
         )
     return found
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Job:
     Attributes:
         model: HF folder.
         weights: file of safetensors by the names of parameters; None for what ``from_pretrained`` reads.
+        auto_class: class of transformers that loads the model, e.g. ``AutoModelForCausalLM``.
+        predicts_next: whether a label is the token that comes next, so that the class may move labels by itself.
         dtype: dtype of the arithmetic: float32, float64 or bfloat16.
         rounded: weights and buffers are those of a model that transformers loads in bfloat16.
         look_step, look_batch: the micro-batch in which modules are watched; gradients are of that step.
@@ -30,6 +32,8 @@ class Job:
 
     model: str
     weights: str | None
+    auto_class: str
+    predicts_next: bool
     trust_remote_code: bool
     dtype: str
     rounded: bool
@@ -44,12 +48,14 @@ class Job:
 def load_model(job: Job, folder: Path) -> Any:
     """Loads a model as a user of transformers does, in training mode."""
     dtype = torch.bfloat16 if job.rounded else torch.float32
-    config = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
     asked = getattr(config, "_attn_implementation", None)
     if asked not in (None, "eager", "sdpa"):  # a kernel for GPUs: the class's own choice
         config._attn_implementation = None
     options = {"config": config, "dtype": dtype, "trust_remote_code": job.trust_remote_code}
-    model, info = AutoModelForCausalLM.from_pretrained(job.model, output_loading_info=True, **options)
+    auto_class = getattr(transformers, job.auto_class)
+    model, info = auto_class.from_pretrained(job.model, output_loading_info=True, **options)
+    freeze_as_made(model, auto_class, options)
     if job.weights is not None:
         copy_weights(model, load_file(job.weights))
     elif info["missing_keys"]:
@@ -66,6 +72,14 @@ def load_model(job: Job, folder: Path) -> Any:
     if job.dtype == "float64":
         own_experts(model)
     return model.train()
+
+
+def freeze_as_made(model: Any, auto_class: Any, options: dict[str, Any]) -> None:
+    """Freezes the parameters that the class makes frozen, because transformers trains whatever it has loaded."""
+    with torch.device("meta"):
+        made = dict(auto_class.from_config(**options).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(made[name].requires_grad)
 
 
 def copy_weights(model: Any, values: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ class Labels(NamedTuple):
     """Describes the labels that a class takes.
 
     Attributes:
-        moved: whether it takes the ids themselves and moves them by one, as most do; BART's and BERT's decoders
-            want them moved.
+        moved: whether it takes the ids themselves and moves them by one, as most that predict the next token do;
+            BART's and BERT's decoders want them moved.
         skipped: number of first positions that have no label.
         shifted: whether it needs ``shift_labels``, too: labels that are moved already.
     """
@@ -26,24 +27,26 @@ class Labels(NamedTuple):
 
 
 def loss_of(
-    model: Any, tokens: torch.Tensor, labels: torch.Tensor, takes: Labels
+    model: Any, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor, takes: Labels
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the class's own loss and its logits; takes cross entropy only where its forward gives no loss.
 
     Args:
-        tokens, labels: [b, s]; a label is the id that belongs at its position, none at the last one.
-        takes: what ``labels_of`` says of the class.
+        inputs: arguments of the forward, e.g. ``input_ids`` [b, s].
+        labels: [b, s] (or [b]), what belongs at its position; none at the last one where the class moves them.
+        takes: what ``labels_of`` says of the class, or that it takes labels as they are.
     """
-    own = torch.cat([tokens[:, :1], labels[:, :-1]], dim=1) if takes.moved else labels
+    own = torch.cat([inputs["input_ids"][:, :1], labels[:, :-1]], dim=1) if takes.moved else labels
+    own = own[:, takes.skipped :] if takes.skipped else own
     more = {"shift_labels": labels.contiguous()} if takes.shifted else {}
-    output = model(input_ids=tokens, labels=own[:, takes.skipped :].contiguous(), **more)
+    output = model(**inputs, labels=own.contiguous(), **more)
     if isinstance(output, tuple):
         return output[0], output[1]
     logits = output["logits"]
     loss = output.get("loss")
     if loss is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), labels.flatten())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2).to(wide), labels.flatten())
     return loss, logits
 
 
@@ -74,7 +77,7 @@ def _needs_shifted(model: Any, row: torch.Tensor) -> bool:
     """Returns whether the class fails without ``shift_labels``, and not with them."""
     for takes in (Labels(moved=True), Labels(moved=True, shifted=True)):
         try:
-            loss_of(model, row, row, takes)
+            loss_of(model, {"input_ids": row}, row, takes)
         except (AttributeError, TypeError):  # of what is None, or of an argument that it does not have
             continue
         except ValueError:  # of the number of labels
@@ -111,11 +114,11 @@ def _looks_before(model: Any, row: torch.Tensor, place: int, classes: int, skipp
 def _loss_of_one(
     model: Any, row: torch.Tensor, place: int, label: int, skipped: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    takes, labels = Labels(False, skipped), torch.full_like(row, IGNORED)
+    takes, labels, inputs = Labels(False, skipped), torch.full_like(row, IGNORED), {"input_ids": row}
     labels[0, place] = label
     try:
-        return loss_of(model, row, labels, takes)
+        return loss_of(model, inputs, labels, takes)
     except (IndexError, RuntimeError):  # it takes labels for ids, whatever they are
         labels = row.clone()
         labels[0, place] = label
-        return loss_of(model, row, labels, takes)
+        return loss_of(model, inputs, labels, takes)

@@ -4,8 +4,9 @@ It imports nothing of megasched or Megatron, and refuses to: the reference must 
 judges. It reads names of folders from stdin, a line each, as JSON. A folder holds a job and gets its results:
 
 - ``job.json``: see ``Job``.
-- ``batches.safetensors``: ``tokens`` and ``labels``, int64 [steps, micro-batches, b, s]. A label is the id that
-  belongs at its position, -100 where it does not count.
+- ``batches.safetensors``: arguments of the forward, [steps, micro-batches, ...], and ``labels``, int64
+  [steps, micro-batches, b, s] (or [..., b]). A label is what belongs at its position, -100 where it
+  does not count.
 - ``result.json``: loss and gradient norm of each step, and names.
 - A file of safetensors for each kind of tensors: logits of a step, gradients, weights, what modules took and gave.
 - ``log``: what was printed, with the traceback of a failure.
@@ -100,11 +101,11 @@ def step(
     model.zero_grad(set_to_none=True)
     losses, counts, outputs = [], [], {}
     sums: dict[str, torch.Tensor] = {}
-    for place, (tokens, labels) in enumerate(batches):
+    for place, (inputs, labels) in enumerate(batches):
         if (number, place) == (job.look_step, job.look_batch):
             watch = Watch(model, [path for path, _ in model.named_modules() if path])
         with exactly(job):
-            loss, logits = loss_of(model, tokens, labels, takes)
+            loss, logits = loss_of(model, inputs, labels, takes)
         if watch is not None:
             seen, watch = watch.close(), None
         (loss / len(batches)).backward()
@@ -173,22 +174,36 @@ def reached(model: Any, before: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def batches_of(job: Job, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Returns the forward's arguments and the labels of all steps; those that are no ids in the model's dtype."""
+    inputs = load_file(folder / "batches.safetensors")
+    labels = inputs.pop("labels")
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            loaded = value.to(torch.bfloat16) if job.rounded else value
+            inputs[name] = loaded.to(getattr(torch, job.dtype))
+    return inputs, labels
+
+
 def run(job: Job, folder: Path) -> Results:
     """Runs all steps of a job; a rounded job ends after the first one."""
     results = Results(folder)
     model = load_model(job, folder)
     results.numbers["silenced"] = silence(model) if job.silent else []
-    data = load_file(folder / "batches.safetensors")
+    inputs, labels = batches_of(job, folder)
     optimizer = make_optimizer(model, job.optimizer)
     parameters = dict(model.named_parameters())
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     met: dict[str, Any] = {}
     with exactly(job):
-        takes = labels_of(model, data["tokens"][0, 0])
-    for number, (tokens, labels) in enumerate(zip(data["tokens"], data["labels"], strict=True)):
+        takes = labels_of(model, inputs["input_ids"][0, 0]) if job.predicts_next else Labels(moved=False)
+    for number, of_step in enumerate(labels):
         if number == job.look_step > 0:
             results.add("before", parameters)
-        micro_batches = list(zip(tokens, labels, strict=True))
+        micro_batches = [
+            ({name: values[number, place] for name, values in inputs.items()}, own)
+            for place, own in enumerate(of_step)
+        ]
         seen = step(model, job, micro_batches, number, results, takes=takes)
         if seen is not None:
             note_sightings(seen, results)

@@ -33,23 +33,30 @@ class Batches:
     """Holds global batches, one a step.
 
     Attributes:
-        tokens: int64 [steps, micro-batches, b, s].
-        labels: as ``tokens``; the id that belongs at each position, -100 where it does not count.
+        inputs: argument of the forward -> [steps, micro-batches, ...], e.g. ``input_ids``, int64, of [b, s].
+        labels: int64 [steps, micro-batches, b, s] (or [..., b]); what belongs at each position, -100 where it does
+            not count.
     """
 
-    tokens: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     labels: torch.Tensor
 
     @property
     def steps(self) -> int:
-        return len(self.tokens)
+        return len(self.labels)
+
+    @property
+    def micro_batches(self) -> int:
+        """Returns how many micro-batches a step has."""
+        return self.labels.shape[1]
 
     def first(self, steps: int) -> Batches:
         """Returns the batches of the first steps."""
-        return Batches(self.tokens[:steps].clone(), self.labels[:steps].clone())
+        inputs = {name: values[:steps].clone() for name, values in self.inputs.items()}
+        return Batches(inputs, self.labels[:steps].clone())
 
     def save(self, path: Path) -> None:
-        save_file({"tokens": self.tokens, "labels": self.labels}, path)
+        save_file({**self.inputs, "labels": self.labels}, path)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,8 @@ class PlainModel:
 
     model: str
     weights: str | None
+    auto_class: str = "AutoModelForCausalLM"
+    predicts_next: bool = True
     trust_remote_code: bool = False
     silent: bool = False
     adapters: tuple[tuple[str, float], ...] = ()  # path and scaling
@@ -129,6 +138,8 @@ class PlainProcess:
             job = {
                 "model": given.model,
                 "weights": given.weights,
+                "auto_class": given.auto_class,
+                "predicts_next": given.predicts_next,
                 "trust_remote_code": given.trust_remote_code,
                 "silent": given.silent,
                 "adapters": [{"path": path, "scaling": scaling} for path, scaling in given.adapters],

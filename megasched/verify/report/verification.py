@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from megasched.definition.objectives import CAUSAL_LM
 from megasched.language.parallel_dims import ParallelDims
 from megasched.printing.tables import plain_table
 from megasched.verify.locate.bisect import Call
@@ -33,6 +34,7 @@ class Verification:
         small: whether a small copy stood for the model.
         layers: number of layers that the model had.
         bf16: whether it ran in bf16 instead of float32.
+        objective: what the model was trained to do.
         verdict: as an ``Outcome`` has it.
         why: reason of a verdict that is not ``equal``; for ``equal``, a note on differences by rounding.
         finding: place where it goes wrong, if it does and the place was found.
@@ -51,6 +53,7 @@ class Verification:
     finding: Finding | None = None
     seconds: float = 0.0
     bf16: bool = False
+    objective: str = CAUSAL_LM.name
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,7 +91,8 @@ def _headline(found: Verification) -> str:
     if not found.hf_model:
         return f"{model} under {schedule}, against the module alone"
     what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
-    return f"{model} ({what}) under {schedule}{' in bf16' if found.bf16 else ''}, against HF alone"
+    trained = "" if found.objective == CAUSAL_LM.name else f" for {found.objective}"
+    return f"{model}{trained} ({what}) under {schedule}{' in bf16' if found.bf16 else ''}, against HF alone"
 
 
 def _table(checks: list[Check]) -> Table:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import (
     AlbertConfig,
+    AutoConfig,
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     ViTConfig,
 )
 
+from megasched.definition.build import build_definition
 from megasched.definition.objectives import IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, set_objective
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
@@ -27,6 +29,7 @@ from megasched.trainer.evidence.compatibility import (
     refuse_unverified,
     unchecked_options,
     unverified,
+    verify_command,
 )
 
 EQUAL = {"verdict": "equal", "why": ""}
@@ -144,6 +147,18 @@ def test_options_away_from_what_was_checked_are_told(config, options):
     assert unchecked_options(SimpleNamespace(config=config)) == options
 
 
+def test_that_a_masked_model_is_no_decoder_is_no_option():
+    model = SimpleNamespace(config=BertConfig())
+    assert "is_decoder=False" in unchecked_options(model)
+    set_objective(model, MASKED_LM)
+    assert unchecked_options(model) == []
+
+
+def test_the_command_that_checks_a_run_says_its_objective():
+    assert verify_command("auto", "DIR", TP2, objective="masked_lm").endswith("--objective masked_lm")
+    assert "--objective" not in verify_command("auto", "DIR", TP2)
+
+
 def test_fields_that_differ_from_layer_to_layer_are_options_too():
     """Which transformers does not let anyone read off the config itself."""
     config = small_config("dots3_note")
@@ -169,6 +184,12 @@ def test_of_a_class_of_ones_own_verify_is_the_way(llama):
 
     with pytest.raises(ConfigError, match="`megasched verify --certificate FILE` checks it"):
         refuse_unverified(Mine(llama.config), ParallelDims())
+
+
+def test_of_another_objective_verify_is_the_way_too():
+    model = build_definition(AutoConfig.for_model("electra"), MASKED_LM)
+    with pytest.raises(ConfigError, match="`megasched verify --objective masked_lm --certificate FILE` checks it"):
+        refuse_unverified(model, ParallelDims())
 
 
 def test_the_families_of_the_readme_are_verified(llama):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, SwinConfig
 
+from megasched.definition.objectives import IMAGE_CLASSIFICATION
 from megasched.errors import ConfigError
 from megasched.trainer.flags.model_shape import derive, derive_megatron_args
 from tests.trainer.flags.models import GPT2, SMALL, config
@@ -249,6 +250,11 @@ def test_sources_name_the_field_as_config_json_spells_it() -> None:
     tp_facts = derive(config("gpt2", **GPT2))
     assert tp_facts["hidden_size"].source == "n_embd = 48"
     assert tp_facts["position_embedding_type"].source == "transformer.wpe is a table of positions"
+
+
+def test_layers_of_several_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_heads = \(3, 6, 12, 24\): layers of several sizes"):
+        derive(SwinConfig(num_labels=5), IMAGE_CLASSIFICATION)
 
 
 def test_a_model_that_transformers_can_not_build_is_a_config_error() -> None:
