@@ -27,7 +27,7 @@ UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_lev
 	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py \
 	tests/ghost/test_kernels.py
 
-.PHONY: help setup ghost gpu-check gpu-kit bench quickstart test test-all test-megatron durations browser-test matrix lint stubs format clean
+.PHONY: help setup ghost gpu-check gpu-kit bench quickstart test test-all test-megatron durations browser-test matrix lint docs stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,10 @@ lint: $(STAMP) ## ruff: rules and formatting; mypy: the types of what users call
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(STAMP) ## the pages as a site with a search, every link checked: build/site/index.html
+	$(RUN) docs/site/draw.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 stubs: $(STAMP) ## write the types of the primitives, as they are called on a schedule, from the registry
 	$(RUN) -m tests.house.stubs

@@ -136,7 +136,8 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
 
     Args:
         schedule: of an HF causal language model; ``materialize`` fills weights that are deferred.
-        index, count: number of the stage, and of all stages; by default those of Megatron's pipeline group.
+        index: number of the stage; by default that of Megatron's pipeline group.
+        count: number of all stages; by default the size of that group.
 
     Raises:
         ScheduleError: with every problem found, such as layers that can't be cut into stages.

@@ -60,7 +60,8 @@ def verify(
             Over data-parallel ranks tensors as long as the first one are split along their first dimension.
         loss: makes a scalar of the module's output. By default it is the output's own ``loss``, as HF's models
             return it for labels, or else a fixed projection of the output's tensors.
-        tp, dp: start so many ranks; by default what the schedule was created for.
+        tp: start so many tensor-parallel ranks; by default what the schedule was created for.
+        dp: as ``tp``, of data-parallel ranks.
         ranks: processes to run it on; own ones by default.
         timeout: seconds for the started ranks.
 
