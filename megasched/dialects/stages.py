@@ -6,7 +6,7 @@ What goes in and out is tensors alone, so ``torch.distributed.pipelining`` can s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.lowering.build import lower_model, plan_model
+from megasched.lowering.lower import lower_sequence_boundaries
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
 from megasched.plan.plan import Plan
 from megasched.trainer.session import refuse_stages
@@ -34,8 +35,9 @@ type Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 class StageModule(nn.Module):
     """Runs the definition's own forward for the layers of one stage; the others are hollow.
 
-    The first stage takes token ids [b, s]; a later one the hidden state [b, s, h], and what else crosses the cut,
-    in the order in which the stage before returned it. The last one returns logits [b, s, v], whole on each rank.
+    The first stage takes token ids [b, s]; a later one the hidden state [b, s, h] ([b, s / tp, h] under sequence
+    parallelism), and what else crosses the cut, in the order in which the stage before returned it. The last one
+    returns logits [b, s, v], whole on each rank.
 
     Attributes:
         definition: the model; its parameters on this stage have HF's names.
@@ -77,7 +79,8 @@ class StageModule(nn.Module):
             )
         between, first = self.buffers_between, received[0]
         between.open, between.device = True, first.device
-        between.batch, between.length = first.shape[:2]
+        split = self.plan.layout.sp and not self.stage.first
+        between.batch, between.length = first.shape[0], first.shape[1] * (self.plan.layout.tp if split else 1)
         between.dtype = self._computes_in(first)
         try:
             return self.definition(input_ids=self._take(received), use_cache=False).logits
@@ -104,7 +107,7 @@ class StageModule(nn.Module):
         between.received = received[0]
         between.values.update(zip(self.structure.stage_inputs_at(start), received[1:], strict=True))
         between.values.update((one, received[0]) for one in self.structure.stage_inputs_in_hidden(start))
-        dummy = torch.zeros(received[0].shape[:2], dtype=torch.long, device=received[0].device)
+        dummy = torch.zeros((between.batch, between.length), dtype=torch.long, device=between.device)
         read = self.structure.token_ids
         return dummy if read is None else between.values.setdefault(read, dummy)
 
@@ -161,8 +164,10 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     dtype = next(model.parameters()).dtype
     stage, between = found.stage, found.buffers_between
     hollow_out_stage(model, structure, stage, between, dtype)
-    lower_model(schedule, plan, found, lambda path: stage.holds(structure, path))
+    held = partial(stage.holds, structure)
+    context = lower_model(schedule, plan, found, held)
     set_entry(model, structure, stage, between)
+    lower_sequence_boundaries(model, context, held, first=stage.first, last=stage.last)
     capture_stage_inputs(model, structure, stage, between)
     _leave_at_the_next(model, structure, stage)
     return found

@@ -6,8 +6,9 @@ All functions wrap ``module.forward`` (``wrap.py``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -17,9 +18,11 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.analysis.stages.hooked_outputs import LeafPath, change_leaves
 from megasched.analysis.tp.sliced_args import ArgSlice
+from megasched.errors import ConfigError
 from megasched.graph import opaque
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.wrap import Forward, wrap_forward
@@ -205,12 +208,23 @@ def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
 
     def wrapper(forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = slot.put(_split(slot.get(args, kwargs), group), args, kwargs)
+            hidden = slot.get(args, kwargs)
+            _check_length(hidden.shape[1], group.size())
+            args, kwargs = slot.put(_split(hidden, group), args, kwargs)
             return forward(*args, **kwargs)
 
         return entered
 
     wrap_forward(layer, wrapper)
+
+
+def _check_length(length: int, tp: int) -> None:
+    """Raises ConfigError where the TP ranks can't have equal parts of a sequence."""
+    if length % tp:
+        raise ConfigError(
+            f"sequence parallelism: TP {tp} does not divide a sequence of {length} tokens; pad batches to a "
+            f"multiple of {tp} (a tokenizer's pad_to_multiple_of={tp}), and generate text by a model without it"
+        )
 
 
 def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) -> None:
@@ -242,16 +256,59 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     def wrapper(forward: Forward) -> Forward:
         def left(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            hidden = gather_from_sequence_parallel_region(
-                slot.result(output).transpose(0, 1).contiguous(),
-                tensor_parallel_output_grad=False,
-                group=group,
-            )
-            return slot.rewrap(output, hidden.transpose(0, 1))
+            return slot.rewrap(output, _joined(slot.result(output), group))
 
         return left
 
     wrap_forward(layer, wrapper)
+
+
+def _joined(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gathers [b, s / tp, h] to [b, s, h]; the gradient, which all ranks have whole, is split."""
+    first = part.transpose(0, 1).contiguous()
+    whole: torch.Tensor = gather_from_sequence_parallel_region(
+        first, tensor_parallel_output_grad=False, group=group
+    )
+    return whole.transpose(0, 1)
+
+
+def join_returned(
+    around: Iterable[nn.Module], layers: Iterable[nn.Module], slot: HiddenStateArg, group: Any
+) -> None:
+    """Gathers hidden states of between the layers that the modules around them return, such as HF's on request.
+
+    Args:
+        layers: those whose hidden state leaves them split.
+    """
+    split: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+    def remember(forward: Forward) -> Forward:
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            hidden = slot.result(output)
+            split[id(hidden)] = hidden
+            return output
+
+        return remembered
+
+    def is_split(leaf: Any) -> bool:
+        return split.get(id(leaf)) is leaf
+
+    def join(forward: Forward) -> Forward:
+        def joined(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not any(map(is_split, tensors_in(output))):
+                return output
+            return torch.utils._pytree.tree_map(
+                lambda leaf: _joined(leaf, group) if is_split(leaf) else leaf, output
+            )
+
+        return joined
+
+    for layer in layers:
+        wrap_forward(layer, remember)
+    for module in around:
+        wrap_forward(module, join)
 
 
 def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:

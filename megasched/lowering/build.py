@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
+from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
 from megasched.language.parallel_dims import ParallelDims
@@ -25,7 +26,7 @@ from megasched.language.schedule_file import apply_schedule as call_schedule
 from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
-from megasched.lowering.lower import lower
+from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.replica_check import ReplicaCheck
 from megasched.model_adapters.registry import has_roles
@@ -89,6 +90,7 @@ def create_schedule(
     *,
     group: ProcessGroup | None = None,
     name: str | None = None,
+    sequence_parallel: bool = False,
 ) -> Schedule:
     """Creates a schedule of any ``nn.Module``; the model is not changed before ``build``.
 
@@ -98,6 +100,8 @@ def create_schedule(
         roles: roles of its modules; by default those of an HF model that a run of Megatron's trainer would find.
         group: the ranks over which ``shard`` cuts, if you want to name them: Megatron's tensor-parallel group.
         name: of a schedule that fills it, as for ``apply_schedule``; by default it is empty.
+        sequence_parallel: between layers each TP rank has a part of the sequence, as with Megatron's flag of this
+            name; an HF model takes and returns whole ones all the same.
 
     Raises:
         ConfigError: there is no schedule of that name.
@@ -106,21 +110,26 @@ def create_schedule(
     if group is not None:
         _refuse_other_ranks(group)
     layout = layout or current_layout()
+    if sequence_parallel:
+        layout = replace(layout, sequence_parallel=True)
     sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
     if name is not None:
         call_schedule(sch, find_schedule(name))
     return sch
 
 
-def apply_schedule(model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None) -> nn.Module:
+def apply_schedule(
+    model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None, sequence_parallel: bool = False
+) -> nn.Module:
     """Creates a schedule of the model, fills it with the one that ``name`` names, and builds it.
 
     Args:
         model: as for ``create_schedule``.
         name: ``auto``, a schedule file, ``FILE:name``, or a name given to ``register_schedule``.
         inputs: as for ``build``.
+        sequence_parallel: as for ``create_schedule``.
     """
-    return build(create_schedule(model, name=name), inputs=inputs)
+    return build(create_schedule(model, name=name, sequence_parallel=sequence_parallel), inputs=inputs)
 
 
 def _known_roles(model: Any, layout: ParallelDims) -> Roles | None:
@@ -169,7 +178,9 @@ def build(
 def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
     """Builds a model as ``build`` does, and returns the plan that it was built by."""
     plan, _ = plan_model(schedule, inputs)
-    return lower_model(schedule, plan, schedule.mod)
+    context = lower_model(schedule, plan, schedule.mod)
+    lower_sequence_boundaries(schedule.mod, context, lambda path: True, first=True, last=True)
+    return context.plan
 
 
 def plan_model(
@@ -188,7 +199,7 @@ def plan_model(
     """
     _check_place(schedule, staged=staged)
     model: Any = schedule.mod
-    length = None  # of a run's sequences; the inputs that are given have their own
+    given, length = inputs is not None, None  # of a run's sequences; the inputs that are given have their own
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
     runs = AnalysisCache(length)
@@ -196,11 +207,28 @@ def plan_model(
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)
-        structure = find_layer_stack(model) if staged else None
-        inputs = inputs if structure is None else structure.trial_inputs()
+        structure = find_layer_stack(model) if staged else _layers_to_split(schedule)
+        if structure is not None and not given:
+            inputs = structure.trial_inputs()
         plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs)
         undo.pop_all()
     return plan, runs
+
+
+def _layers_to_split(schedule: Schedule) -> LayerStack | None:
+    """Returns the layers between which sequence parallelism splits the hidden state; None without it.
+
+    Raises:
+        ScheduleError: the model's layers can't be found.
+    """
+    if not schedule.layout.sp:
+        return None
+    try:
+        return find_layer_stack(schedule.mod)
+    except ScheduleError as error:
+        what = "sequence parallelism splits what the layers of an HF model hand on, and these were not seen in a "
+        what += f"call with the inputs of its objective: {error.problems[0].what}"
+        raise ScheduleError(Problem(what, remedy="build it without sequence parallelism")) from error
 
 
 def _refuse_other_ranks(group: ProcessGroup) -> None:
@@ -247,17 +275,20 @@ def _only_the_trainers(layout: ParallelDims, staged: bool) -> str:
         return f"whole models, and the layout has {layout.pp} pipeline stages"
     if layout.cp > 1:
         return f"models that see whole sequences, and the layout has CP {layout.cp}"
-    return "models whose layers see whole sequences, and the layout has sequence parallelism" if layout.sp else ""
+    return ""
 
 
 def lower_model(
     schedule: Schedule, plan: Plan, made: nn.Module, here: Callable[[str], bool] = lambda path: True
-) -> Plan:
-    """Lowers the schedule's model in this process's groups, and returns the plan that it was lowered by.
+) -> BuildContext:
+    """Lowers the schedule's model in this process's groups, all but ``lower_sequence_boundaries``.
 
     Args:
         made: what the user gets: the model, or a module that holds it.
         here: whether a module of the model is lowered.
+
+    Returns:
+        The surroundings, with the plan that it was lowered by.
     """
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -282,9 +313,23 @@ def lower_model(
     _definitions[made] = path
     if not isinstance(group, _Alone):
         made.register_forward_pre_hook(ReplicaCheck())
+    if plan.layout.sp and not _has_router_logits(model, {}):
+        model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
-    return plan
+    return context
+
+
+def _has_router_logits(model: Any, arguments: Mapping[str, Any]) -> bool:
+    asked = arguments.get("output_router_logits")
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked)
+
+
+def _refuse_router_logits(model: nn.Module, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a call asks for an auxiliary loss that was not planned, with a wrong gradient."""
+    if _has_router_logits(model, arguments):
+        what = "output_router_logits: sequence parallelism was planned without the auxiliary loss"
+        raise ConfigError(f"{what}; set model.config.output_router_logits = True before create_schedule")
 
 
 def _whole(plan: Plan) -> Plan:

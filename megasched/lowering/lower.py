@@ -37,6 +37,7 @@ from megasched.layers.megatron.moe import lower_mixture
 from megasched.layers.megatron.rotary import rotary_angles
 from megasched.layers.regions import (
     enter_region,
+    join_returned,
     join_sequence,
     leave_region,
     share_recorded,
@@ -119,7 +120,8 @@ def lower_sequence_boundaries(
 ) -> None:
     """Splits the hidden state before the layers and joins it after them, under sequence parallelism.
 
-    Each rank runs the layers on a part of the sequence; random draws inside them differ between ranks.
+    Each rank runs the layers on a part of the sequence; random draws inside them differ between ranks. Outside of
+    Megatron's trainer, which takes the logits alone, hidden states of all layers are returned whole.
 
     Args:
         first, last: whether the hidden state enters the layers, or leaves them, on this stage.
@@ -137,6 +139,10 @@ def lower_sequence_boundaries(
         split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)
     if last:
         join_sequence(model.get_submodule(paths[structure.last]), structure.slot, context.group)
+    if not context.megatron_finalizes:
+        split = [model.get_submodule(path) for path in filter(here, paths) if path != paths[structure.last]]
+        around = [module for path, module in model.named_modules() if structure.holds_layers(path)]
+        join_returned(around, split, structure.slot, context.group)
 
 
 def _lower_blocks(

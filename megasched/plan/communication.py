@@ -68,7 +68,7 @@ def _refusal(plan: Plan, record: Record, dims: Callable[[str], int | None]) -> t
         if callable(op):
             remedy += "; what else the function does belongs into hook()"
         elif not plan.layout.sp and (cut, mode, op) in _OF_SEQUENCES:
-            remedy += ", and --sequence-parallel alone cuts sequences"
+            remedy += ", and sequence parallelism alone cuts sequences"
         return what, remedy
     if "axis" not in record.arguments:
         return None
@@ -87,10 +87,8 @@ def _twice(plan: Plan, record: Record) -> tuple[str, str] | None:
     op, axis = record.arguments["op"], record.arguments.get("axis", -1)
     if not plan.layout.sp or op not in ALONG_AN_AXIS or axis == -1:
         return None
-    what = (
-        f"sync({record.arguments['mode']!r}, {op!r}, axis={axis}) under --sequence-parallel, which cuts sequences "
-    )
-    return what + "before the first layer and gathers them after the last", "leave the call out"
+    what = f"sync({record.arguments['mode']!r}, {op!r}, axis={axis}) under sequence parallelism, which cuts "
+    return what + "sequences before the first layer and gathers them after the last", "leave the call out"
 
 
 def shared_regions(plan: Plan) -> dict[str, Region]:

@@ -36,7 +36,7 @@ from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 from megasched.plan.record_checks import check_sliced_args, sharded_attention
 from megasched.plan.shards import leave_whole
-from megasched.plan.split_sequences import refuse_by_length
+from megasched.plan.split_sequences import refuse_split_layers
 
 
 def follow_cuts(
@@ -72,7 +72,7 @@ def follow_cuts(
             plan, uneven = _lay_out_gathered(plan)
             problems += uneven
             like, unknown = _like_those_met(plan, model, inputs)
-            problems += [*unknown, *refuse_by_length(plan, model, runs)]
+            problems += [*unknown, *refuse_split_layers(plan, model, runs)]
         several = plan.layout.world_size > 1
         if inputs is not None and (plan.cuts or causal_lm or several):
             problems += runs.why_seen(model, inputs, plan.cuts, regions=several)
@@ -122,7 +122,7 @@ def _propagate(
         assume = TpAssumptions(
             cuts,
             plan.structure,
-            sequence_parallel=plan.layout.sp and causal_lm,
+            sequence_parallel=plan.layout.sp and plan.structure is not None,
             gather=gather,
             forked_by_user=forked,
             components={path: _components(plan, path) for path, cut in cuts.items() if cut != "row"},

@@ -46,14 +46,18 @@ def _is_in(regions: Container[str], path: str) -> bool:
     return bool(path)
 
 
-def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[Problem]:
-    """Returns a problem where code depends on the length of a sequence that sequence parallelism has split.
+def refuse_split_layers(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[Problem]:
+    """Returns a problem where sequence parallelism can't split what the layers of a model see.
 
     Code of the layers, and code between them, sees a part of the sequence, except in regions.
     """
-    structure = plan.structure
+    structure, remedy = plan.structure, "run it without sequence parallelism"
     if structure is None or not plan.layout.sp:
         return []
+    if structure.repeated:
+        what = "layers are called more than once, and sequence parallelism splits the hidden state at the first "
+        what += "call of one and joins it after the last"
+        return [Problem(what, structure.layers, remedy=remedy)]
     tp_facts = plan.tp_facts
     of_heads = {path for path, of in tp_facts.regions.items() if not tp_facts.by_heads.isdisjoint(of.columns)}
     regions = tp_facts.needed_regions | of_heads | set(find_experts(model))  # which take tokens one by one
@@ -68,7 +72,7 @@ def refuse_by_length(plan: Plan, model: nn.Module, runs: AnalysisCache) -> list[
         return []
     path, operation = found
     what = f"sequence parallelism: {operation} goes by the length of the sequence, of which a rank sees a part"
-    return [Problem(what, path, remedy="run it without --sequence-parallel")]
+    return [Problem(what, path, remedy=remedy)]
 
 
 def plan_packed_rows(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:

@@ -93,12 +93,6 @@ class Session:
             trials=Trials,
             renamed=self.renamed,
         )
-        if plan.layout.sp and plan.structure is not None and plan.structure.repeated:
-            what = (
-                "layers are called more than once, and sequence parallelism splits the hidden state at the first "
-            )
-            what += "call of one and joins it after the last"
-            raise ScheduleError(Problem(what, plan.structure.layers, remedy="run it without --sequence-parallel"))
         refuse_loss(plan)
         _refuse_changed_state(plan)
         if plan.layout.pp > 1:

@@ -60,7 +60,7 @@ def of_all_stages(stages: list[Any], whole: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
+def trained(family: str, interleaved: bool, *, sequence_parallel: bool = False, **changes: Any) -> Steps:
     from megatron.core import parallel_state
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -72,7 +72,8 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
     count = 2 * size if interleaved else size
     stages, sent = [], []
     for index in range(rank, count, size):
-        sch = megasched.create_schedule(model_of(family, **changes), name="auto")
+        model = model_of(family, **changes)
+        sch = megasched.create_schedule(model, name="auto", sequence_parallel=sequence_parallel)
         sch.level("leaf")
         stage = megasched.build_stage(sch, index, count)
         stages.append(sharded(stage, dp) if dp.size() > 1 else stage)
@@ -102,9 +103,9 @@ def trained(family: str, interleaved: bool, **changes: Any) -> Steps:
     return Steps(losses, norms, of_all_stages(stages, whole))
 
 
-def _against_one_process(family: str, tp: int) -> dict[str, float]:
+def _against_one_process(family: str, tp: int, **options: Any) -> dict[str, float]:
     init_megatron(tp=tp, pp=2)
-    return gaps(trained(family, interleaved=False), one_process(family))
+    return gaps(trained(family, interleaved=False, **options), one_process(family))
 
 
 def _interleaved(family: str) -> dict[str, float]:
@@ -120,6 +121,11 @@ def _crossing(family: str) -> dict[str, float]:
 
 def test_what_else_crosses_a_cut_comes_with_the_hidden_state(ranks: Any) -> None:
     for found in ranks.run(2, _crossing, "gemma4_text"):
+        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+
+
+def test_stages_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
+    for found in ranks.run(4, _against_one_process, "gemma4_text", 2, sequence_parallel=True):
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
 
 

@@ -40,10 +40,10 @@ def layers_of(model: Any) -> list[str]:
     ]
 
 
-def trained(family: str, wrap: Any, level: str | None) -> Steps:
+def trained(family: str, wrap: Any, level: str | None, *, sequence_parallel: bool = False) -> Steps:
     from megatron.core import parallel_state
 
-    sch = megasched.create_schedule(tiny_model(family))
+    sch = megasched.create_schedule(tiny_model(family), sequence_parallel=sequence_parallel)
     auto(sch)
     if level is not None:
         sch.level(level)
@@ -64,6 +64,21 @@ def _against_one_process(family: str) -> dict[str, dict[str, float]]:
 def test_ddp_and_fsdp2_at_tp2_and_dp2_are_one_process(ranks: Any, family: str) -> None:
     for found in ranks.run(4, _against_one_process, family):
         far = {wrap: off for wrap, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
+        assert far == {}
+
+
+def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
+    init_megatron(tp=2)
+    cases = {"llama": (fsdp2, "leaf"), "gpt2": (ddp, None), "qwen3": (fsdp2, "leaf"), "mixtral": (ddp, None)}
+    return {
+        family: gaps(trained(family, *how, sequence_parallel=True), one_process(family))
+        for family, how in cases.items()
+    }
+
+
+def test_layers_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
+    for found in ranks.run(4, _on_parts_of_the_sequence):
+        far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
 
 

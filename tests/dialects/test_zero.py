@@ -54,8 +54,8 @@ def whole_of(stage: int) -> Any:
     return whole
 
 
-def trained(family: str, stage: int, level: str | None) -> Steps:
-    sch = megasched.create_schedule(tiny_model(family))
+def trained(family: str, stage: int, level: str | None, *, sequence_parallel: bool = False) -> Steps:
+    sch = megasched.create_schedule(tiny_model(family), sequence_parallel=sequence_parallel)
     auto(sch)
     if level is not None:
         sch.level(level)
@@ -79,6 +79,20 @@ def _against_one_process(family: str, stages: tuple[int, ...], level: str | None
 def test_zero_at_tp2_and_dp2_is_one_process(deepspeed_ranks: Any, family: str) -> None:
     for found in deepspeed_ranks.run(4, _against_one_process, family, (0, 1, 2, 3), None):
         far = {stage: off for stage, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
+        assert far == {}
+
+
+def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
+    init_megatron(tp=2)
+    return {
+        family: gaps(trained(family, stage, None, sequence_parallel=True), one_process(family))
+        for family, stage in {"llama": 3, "gpt2": 2, "qwen3": 1}.items()
+    }
+
+
+def test_layers_on_parts_of_the_sequence_are_one_process(deepspeed_ranks: Any) -> None:
+    for found in deepspeed_ranks.run(4, _on_parts_of_the_sequence):
+        far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
 
 

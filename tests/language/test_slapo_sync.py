@@ -64,7 +64,7 @@ def two(module, inputs):
             {"op": "reduce_scatter", "axis": 1},
             "sync('fwd_post', 'reduce_scatter') contradicts the placement: a row-sharded module here needs "
             "all_reduce at fwd_post",
-            "leave the call out: what must be sent follows from the shards, and --sequence-parallel alone cuts "
+            "leave the call out: what must be sent follows from the shards, and sequence parallelism alone cuts "
             "sequences",
         ),
         (
@@ -212,7 +212,7 @@ SP = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
     [
         ("model.layers.0.mlp.down_proj", "fwd_post", "reduce_scatter", 0, "sends along the sequence"),
         ("model.layers.0.mlp.down_proj", "fwd_post", "reduce_scatter", -1, "sends along the sequence"),
-        ("model.norm", "fwd_post", "all_gather", 1, "under --sequence-parallel, which cuts sequences before"),
+        ("model.norm", "fwd_post", "all_gather", 1, "under sequence parallelism, which cuts sequences before"),
     ],
 )
 def test_other_axes_under_sequence_parallelism_are_refused(path, mode, op, axis, what):

@@ -16,10 +16,10 @@ Fill = Callable[[Schedule], Any]
 
 
 def scheduled_copy(
-    model: nn.Module, fill: Fill, inputs: Mapping[str, Any] | None = None
+    model: nn.Module, fill: Fill, inputs: Mapping[str, Any] | None = None, *, sequence_parallel: bool = False
 ) -> tuple[Any, Plan, Schedule]:
     """A copy of the model, built under the schedule that ``fill`` makes."""
-    sch = megasched.create_schedule(copy.deepcopy(model))
+    sch = megasched.create_schedule(copy.deepcopy(model), sequence_parallel=sequence_parallel)
     fill(sch)
     plan = build_with_plan(sch, inputs)
     return sch.mod, plan, sch

@@ -14,7 +14,7 @@ from megasched.model_adapters.default_schedule import schedule as default_schedu
 from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.random_init import RandomInit
 from tests.lowering.models import Mlp, randomize, tiny_config, tiny_model, token_ids
-from tests.lowering.parity import scheduled_copy
+from tests.lowering.parity import distance, scheduled_copy
 
 
 def auto(sch):
@@ -164,7 +164,6 @@ def _elsewhere():
         ParallelDims(tensor_model_parallel_size=4),
         ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
         ParallelDims(tensor_model_parallel_size=2, context_parallel_size=2),
-        ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True),
     ):
         model = Mlp()
         sch = megasched.create_schedule(model, layout)
@@ -183,7 +182,6 @@ def test_a_layout_that_is_not_this_processs(ranks):
             "the schedule is for TP 4, and this process stands in a TP group of 2",
             "build makes whole models, and the layout has 2 pipeline stages",
             "build makes models that see whole sequences, and the layout has CP 2",
-            "build makes models whose layers see whole sequences, and the layout has sequence parallelism",
         ]
 
 
@@ -235,3 +233,29 @@ def _library_door():
 
 def test_apply_schedule(ranks):
     assert ranks.run(2, _library_door) == [(True, True, 3, "Qwen2ForCausalLM")] * 2
+
+
+def _split_sequences():
+    """What a model gives and refuses whose layers see parts of a sequence."""
+    init_megatron(tp=2)
+    model, ids = tiny_model("mixtral"), token_ids()
+    built = megasched.apply_schedule(copy.deepcopy(model), "auto", sequence_parallel=True)
+    wanted, found = (each(ids, output_hidden_states=True).hidden_states for each in (model, built))
+    words = []
+    for given in ({"input_ids": ids[:, :7]}, {"input_ids": ids, "output_router_logits": True}):
+        with pytest.raises(megasched.ConfigError) as raised:
+            built(**given)
+        words.append(str(raised.value))
+    sch = megasched.create_schedule(Mlp(), sequence_parallel=True)
+    with pytest.raises(ScheduleError) as refused:
+        megasched.build(sch, inputs={"x": torch.ones(1, 2, 8)})
+    words.append(refused.value.problems[0].what)
+    return [distance(a, b) for a, b in zip(found, wanted, strict=True)], words
+
+
+def test_hidden_states_are_whole_and_lengths_must_divide(ranks):
+    for gaps, (length, router, module) in ranks.run(2, _split_sequences):
+        assert max(gaps) < 1e-5
+        assert "TP 2 does not divide a sequence of 7 tokens; pad batches to a multiple of 2" in length
+        assert "set model.config.output_router_logits = True before create_schedule" in router
+        assert "sequence parallelism splits what the layers of an HF model hand on" in module

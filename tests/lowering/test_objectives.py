@@ -59,10 +59,10 @@ def _batch(name):
     return {"input_ids": torch.randint(4, 100, (2, 12), generator=generator), "labels": labels}
 
 
-def _compared(name):
+def _compared(name, sequence_parallel=False):
     init_megatron(tp=2)
     model, batch = model_of(name), _batch(name)
-    built, plan, _ = scheduled_copy(model, auto)
+    built, plan, _ = scheduled_copy(model, auto, sequence_parallel=sequence_parallel)
     wanted, found = model(**batch), built(**batch)
     wanted.loss.backward()
     found.loss.backward()
@@ -74,6 +74,11 @@ def _compared(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_auto_cuts_what_the_trainer_would_and_equals_hf(ranks, name):
     assert ranks.run(2, _compared, name) == [(MODELS[name][2], {})] * 2
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt_neo", "t5"])
+def test_layers_on_parts_of_the_sequence_equal_hf(ranks, name):
+    assert ranks.run(2, _compared, name, sequence_parallel=True) == [(MODELS[name][2], {})] * 2
 
 
 def test_hf_classes_have_the_objective_of_their_name():

@@ -37,7 +37,7 @@ def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, 
         what = (
             f"whether it runs goes by {way}, and sequence parallelism joins the hidden state after the last layer"
         )
-        _problem(base, Problem(what, layer, remedy="run it without --sequence-parallel"))
+        _problem(base, Problem(what, layer, remedy="run it without sequence parallelism"))
     for name in _OF_ANY:
         getattr(base, name).update(getattr(other, name))
     for name in _BY_MODULE:
