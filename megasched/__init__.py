@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megasched.language.schedule import Schedule, ScheduleList, replay
     from megasched.language.schedule_file import register_schedule
     from megasched.language.subgraph import Subgraph
+    from megasched.layers.losses.cross_entropy import ParallelCrossEntropy
     from megasched.lowering.build import apply_schedule, build, create_schedule
     from megasched.lowering.materialize import materialize
     from megasched.tuner.space import Space
@@ -48,6 +49,7 @@ _PUBLIC = {
     "HFFolder": "megasched.weights.hf.folder",
     "Layout": "megasched.language.parallel_dims",
     "MegaschedError": "megasched.errors",
+    "ParallelCrossEntropy": "megasched.layers.losses.cross_entropy",
     "ParallelDims": "megasched.language.parallel_dims",
     "Primitive": "megasched.language.registry",
     "Problem": "megasched.errors",

@@ -59,6 +59,8 @@ class ParallelDims:
         tp_comm_overlap: communication over TP overlaps with matrix products, as Megatron's own layers do.
         mixture_flags: given flags of Megatron that only its own mixtures of experts support.
         packed_sequences: a row of a batch may hold several sequences (``--sft``).
+        parallel_output: the library's models return logits cut over the vocabulary, as with Megatron's argument of
+            its ``GPTModel``; the trainer takes them so in any case.
     """
 
     tensor_model_parallel_size: int = 1
@@ -73,6 +75,7 @@ class ParallelDims:
     tp_comm_overlap: bool = False
     mixture_flags: tuple[str, ...] = ()
     packed_sequences: bool = False
+    parallel_output: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -26,6 +26,7 @@ from megasched.language.schedule_file import apply_schedule as call_schedule
 from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
+from megasched.layers.losses.cross_entropy import ParallelLossFunction
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.replica_check import ReplicaCheck
@@ -91,6 +92,7 @@ def create_schedule(
     group: ProcessGroup | None = None,
     name: str | None = None,
     sequence_parallel: bool = False,
+    parallel_output: bool = False,
 ) -> Schedule:
     """Creates a schedule of any ``nn.Module``; the model is not changed before ``build``.
 
@@ -102,6 +104,8 @@ def create_schedule(
         name: of a schedule that fills it, as for ``apply_schedule``; by default it is empty.
         sequence_parallel: between layers each TP rank has a part of the sequence, as with Megatron's flag of this
             name; an HF model takes and returns whole ones all the same.
+        parallel_output: an HF model returns logits cut over the vocabulary, [b, s, v / tp], and computes its loss
+            of them so; ``ParallelCrossEntropy`` is the same loss for one's own code.
 
     Raises:
         ConfigError: there is no schedule of that name.
@@ -110,8 +114,11 @@ def create_schedule(
     if group is not None:
         _refuse_other_ranks(group)
     layout = layout or current_layout()
-    if sequence_parallel:
-        layout = replace(layout, sequence_parallel=True)
+    layout = replace(
+        layout,
+        sequence_parallel=sequence_parallel or layout.sequence_parallel,
+        parallel_output=parallel_output or layout.parallel_output,
+    )
     sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
     if name is not None:
         call_schedule(sch, find_schedule(name))
@@ -119,7 +126,12 @@ def create_schedule(
 
 
 def apply_schedule(
-    model: nn.Module, name: str, *, inputs: dict[str, Any] | None = None, sequence_parallel: bool = False
+    model: nn.Module,
+    name: str,
+    *,
+    inputs: dict[str, Any] | None = None,
+    sequence_parallel: bool = False,
+    parallel_output: bool = False,
 ) -> nn.Module:
     """Creates a schedule of the model, fills it with the one that ``name`` names, and builds it.
 
@@ -127,9 +139,10 @@ def apply_schedule(
         model: as for ``create_schedule``.
         name: ``auto``, a schedule file, ``FILE:name``, or a name given to ``register_schedule``.
         inputs: as for ``build``.
-        sequence_parallel: as for ``create_schedule``.
+        sequence_parallel, parallel_output: as for ``create_schedule``.
     """
-    return build(create_schedule(model, name=name, sequence_parallel=sequence_parallel), inputs=inputs)
+    sch = create_schedule(model, name=name, sequence_parallel=sequence_parallel, parallel_output=parallel_output)
+    return build(sch, inputs=inputs)
 
 
 def _known_roles(model: Any, layout: ParallelDims) -> Roles | None:
@@ -207,7 +220,7 @@ def plan_model(
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)
-        structure = find_layer_stack(model) if staged else _layers_to_split(schedule)
+        structure = find_layer_stack(model) if staged else _layers_asked_for(schedule)
         if structure is not None and not given:
             inputs = structure.trial_inputs()
         plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs)
@@ -215,20 +228,24 @@ def plan_model(
     return plan, runs
 
 
-def _layers_to_split(schedule: Schedule) -> LayerStack | None:
-    """Returns the layers between which sequence parallelism splits the hidden state; None without it.
+def _layers_asked_for(schedule: Schedule) -> LayerStack | None:
+    """Returns the layers and the loss that sequence parallelism and ``parallel_output`` go by; None without.
 
     Raises:
         ScheduleError: the model's layers can't be found.
     """
-    if not schedule.layout.sp:
+    layout = schedule.layout
+    if not (layout.sp or layout.parallel_output):
         return None
     try:
         return find_layer_stack(schedule.mod)
     except ScheduleError as error:
-        what = "sequence parallelism splits what the layers of an HF model hand on, and these were not seen in a "
-        what += f"call with the inputs of its objective: {error.problems[0].what}"
-        raise ScheduleError(Problem(what, remedy="build it without sequence parallelism")) from error
+        asked = "sequence parallelism" if layout.sp else "parallel_output"
+        what = (
+            f"{asked} goes by the layers of an HF model, and these were not seen in a call with the inputs of its "
+        )
+        what += f"objective: {error.problems[0].what}"
+        raise ScheduleError(Problem(what, remedy=f"build it without {asked}")) from error
 
 
 def _refuse_other_ranks(group: ProcessGroup) -> None:
@@ -313,6 +330,8 @@ def lower_model(
     _definitions[made] = path
     if not isinstance(group, _Alone):
         made.register_forward_pre_hook(ReplicaCheck())
+    if plan.layout.parallel_output and plan.layout.tp > 1:
+        model.loss_function = ParallelLossFunction(context.group)
     if plan.layout.sp and not _has_router_logits(model, {}):
         model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):

@@ -31,6 +31,7 @@ from megasched.plan.record_checks import (
     check_records,
     hooked_parameters,
     hooks_on_all_modules,
+    whole_logits,
 )
 from megasched.plan.shards import apply_shards
 from megasched.plan.split_sequences import plan_context, plan_packed_rows
@@ -79,6 +80,7 @@ def make_plan(
     _refuse(problems)
 
     plan, problems = follow_cuts(plan, model, inputs, causal_lm=causal_lm, runs=runs, roles=roles)
+    problems += whole_logits(plan, model)
     problems += with_sources(plan, check_local_attributes(roles, model, plan))
     _refuse(problems)
 

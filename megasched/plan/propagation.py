@@ -129,7 +129,7 @@ def _propagate(
             heads={path: heads.of_components for path, heads in plan.replicated_heads.items()},
             channels_whole=frozenset(channels),
         )
-        takes_shards = causal_lm and not own_loss
+        takes_shards = (causal_lm or plan.layout.parallel_output) and not own_loss
         plan = replace(plan, tp_facts=runs.propagate(model, inputs, assume, loss_takes_shards=takes_shards))
         elsewhere = plan.tp_facts.read_elsewhere
         met = plan.tp_facts.input_components.keys() - cuts

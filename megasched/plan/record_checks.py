@@ -11,6 +11,7 @@ from torch import nn
 from megasched.analysis.recording.stock import is_theirs
 from megasched.analysis.tp.replay import local_count
 from megasched.definition.experts import find_experts, not_apart
+from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem
 from megasched.language.records import Record
 from megasched.language.registry import check_call, get_primitive, has_lowering
@@ -187,3 +188,25 @@ def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
     """Returns the object that holds an attribute, and the attribute's name on it."""
     prefix, _, field = name.rpartition(".")
     return (module.config if prefix == "config" else module), field
+
+
+def whole_logits(plan: Plan, model: Any) -> list[Problem]:
+    """Returns a problem where ``parallel_output`` asks for logits that can't stay cut over the vocabulary."""
+    if not plan.layout.parallel_output or plan.layout.tp == 1 or plan.structure is None:
+        return []
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    path = next((path for path, module in model.named_modules() if module is head), "")
+    if head is None or not plan.structure.calls_loss or objective_of(model) is not CAUSAL_LM:
+        why = "it is no causal language model whose loss is transformers' loss_function"
+    elif plan.structure.loss.another:
+        why = plan.structure.loss.another
+    elif plan.cuts.get(path) != "column":
+        declined = plan.left_whole.get(path)
+        why = "the schedule does not cut the head by its rows (axis 0)" if declined is None else declined.reason
+    elif path in plan.tp_facts.gather:
+        why = plan.tp_facts.gather[path]
+    else:
+        return []
+    return [
+        Problem(f"parallel_output: logits can't stay cut: {why}", path, remedy="build it without parallel_output")
+    ]

@@ -60,7 +60,7 @@ def of_all_stages(stages: list[Any], whole: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def trained(family: str, interleaved: bool, *, sequence_parallel: bool = False, **changes: Any) -> Steps:
+def trained(family: str, interleaved: bool, asked: dict[str, bool] | None = None, **changes: Any) -> Steps:
     from megatron.core import parallel_state
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -73,7 +73,7 @@ def trained(family: str, interleaved: bool, *, sequence_parallel: bool = False, 
     stages, sent = [], []
     for index in range(rank, count, size):
         model = model_of(family, **changes)
-        sch = megasched.create_schedule(model, name="auto", sequence_parallel=sequence_parallel)
+        sch = megasched.create_schedule(model, name="auto", **(asked or {}))
         sch.level("leaf")
         stage = megasched.build_stage(sch, index, count)
         stages.append(sharded(stage, dp) if dp.size() > 1 else stage)
@@ -125,7 +125,8 @@ def test_what_else_crosses_a_cut_comes_with_the_hidden_state(ranks: Any) -> None
 
 
 def test_stages_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
-    for found in ranks.run(4, _against_one_process, "gemma4_text", 2, sequence_parallel=True):
+    asked = {"sequence_parallel": True, "parallel_output": True}
+    for found in ranks.run(4, _against_one_process, "gemma4_text", 2, asked=asked):
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
 
 

@@ -40,10 +40,10 @@ def layers_of(model: Any) -> list[str]:
     ]
 
 
-def trained(family: str, wrap: Any, level: str | None, *, sequence_parallel: bool = False) -> Steps:
+def trained(family: str, wrap: Any, level: str | None, **asked: bool) -> Steps:
     from megatron.core import parallel_state
 
-    sch = megasched.create_schedule(tiny_model(family), sequence_parallel=sequence_parallel)
+    sch = megasched.create_schedule(tiny_model(family), **asked)
     auto(sch)
     if level is not None:
         sch.level(level)
@@ -69,10 +69,15 @@ def test_ddp_and_fsdp2_at_tp2_and_dp2_are_one_process(ranks: Any, family: str) -
 
 def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
     init_megatron(tp=2)
-    cases = {"llama": (fsdp2, "leaf"), "gpt2": (ddp, None), "qwen3": (fsdp2, "leaf"), "mixtral": (ddp, None)}
+    cases: dict[str, Any] = {
+        "llama": (fsdp2, "leaf", False),
+        "gpt2": (ddp, None, True),
+        "qwen3": (fsdp2, "leaf", True),
+        "mixtral": (ddp, None, False),
+    }
     return {
-        family: gaps(trained(family, *how, sequence_parallel=True), one_process(family))
-        for family, how in cases.items()
+        family: gaps(trained(family, *how, sequence_parallel=True, parallel_output=cut), one_process(family))
+        for family, (*how, cut) in cases.items()
     }
 
 

@@ -114,7 +114,7 @@ MUTATIONS = {
     ),
     "vocabulary_padding": Mutation(
         "padding of the vocabulary that takes part in the softmax",
-        "megasched/trainer/losses/loss.py",
+        "megasched/layers/losses/cross_entropy.py",
         "if real < logits.shape[-1]:",
         "if real < 0:",
         (MATRIX,),

@@ -101,10 +101,11 @@ def test_a_batch_norm_over_tensor_and_data_parallel_ranks(ranks):
     assert_equal(report, ["loss", "outputs", "gradients", "weights", "buffers", "copies"])
 
 
-@pytest.mark.parametrize(("tp", "split"), [(1, False), (2, False), (2, True)])
-def test_a_llama(ranks, tp, split):
-    layout = ParallelDims(tensor_model_parallel_size=tp)
-    sch = megasched.create_schedule(tiny_model("llama"), layout, name="auto", sequence_parallel=split)
+@pytest.mark.parametrize(("tp", "cut"), [(1, False), (2, False), (2, True)])
+def test_a_llama(ranks, tp, cut):
+    """Also cut along the sequence, with logits cut along the vocabulary."""
+    layout = ParallelDims(tensor_model_parallel_size=tp, sequence_parallel=cut, parallel_output=cut)
+    sch = megasched.create_schedule(tiny_model("llama"), layout, name="auto")
     sch["model.layers.0"].checkpoint()
     report = megasched.verify(sch, inputs={"input_ids": token_ids(), "labels": token_ids()}, ranks=ranks)
     assert_equal(report, ["loss", "outputs", "gradients", "weights", "buffers", *(["copies"] if tp > 1 else [])])

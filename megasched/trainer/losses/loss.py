@@ -6,14 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    gather_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.objectives import objective_of
+from megasched.layers.losses.cross_entropy import loss_of_each_label
 from megasched.plan.plan import Plan
 from megasched.trainer.losses.definition_loss import DefinitionLoss
 
@@ -25,8 +23,7 @@ class VocabParallelLoss:
     Megatron's are.
 
     Args:
-        vocab_size: real size of the vocabulary, where the head is cut; columns past it are padding and take no
-            part in the softmax, so that the loss does not depend on TP.
+        vocab_size: real size of the vocabulary, where the head is cut; columns past it are padding.
         sharded: whether the head is cut over TP; a whole head gives whole logits.
     """
 
@@ -46,20 +43,11 @@ class VocabParallelLoss:
         logits = logits.float()
         if self._is_whole(logits):
             return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
-        real = self.vocab_size - self.group.rank() * logits.shape[-1]
-        if real < logits.shape[-1]:
-            logits = self._mask(logits, max(real, 0))
-        return vocab_parallel_cross_entropy(logits, labels, tp_group=self.group).contiguous()
+        return loss_of_each_label(logits, labels, self.vocab_size, self.group)
 
     def _is_whole(self, logits: torch.Tensor) -> bool:
         """Returns whether each rank has all logits: the head is whole, or other code than the head's made them."""
         return not self.sharded or (self.group.size() > 1 and logits.shape[-1] == self.vocab_size)
-
-    @staticmethod
-    def _mask(logits: torch.Tensor, real: int) -> torch.Tensor:
-        # The lowest finite number, not -inf: a rank may hold padding alone, and the maximum is subtracted.
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Gathers the logits, [b, s, v / tp] -> [b, s, v], with the padding cut off."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import nn
 
 from megasched.definition.images.convolutions import is_batch_norm
@@ -15,6 +17,7 @@ from megasched.definition.module_copy import copy_module, copy_value
 from megasched.errors import ConfigError, MegaschedError, some_of
 from megasched.language.schedule import Schedule
 from megasched.language.schedule import replay as repeat_calls
+from megasched.layers.losses.cross_entropy import ParallelLossFunction
 from megasched.lowering.build import build, create_schedule, placements_of, plan_of
 from megasched.verify.compare_step import checks_of, unexplained, why_wrong
 from megasched.verify.library.module_step import Example, ModuleStep, take_step
@@ -121,6 +124,8 @@ class ModuleComparison:
             example = example.mapped(lambda t: t.chunk(size)[rank] if t.dim() and len(t) == count else t)
         built = build(sch, inputs=example.inputs)
         plan = plan_of(built)
+        if isinstance(head := getattr(built, "loss_function", None), ParallelLossFunction):
+            built.register_forward_hook(partial(_with_whole_logits, head))
         if not without:
             self._facts = replace(self._facts, cuts=dict(plan.cuts), components=components_of(plan))
         placements = {**plan.placements, **placements_of(built)}
@@ -181,6 +186,13 @@ class ModuleComparison:
             self._remarks = [f"nothing tells rounding from mistakes, as the module has no float64: {error}"]
             return errors, self._errors([self._plain], self._plain, tp=1)
         return self._errors(steps, exact), self._errors([self._plain], exact, tp=1)
+
+
+def _with_whole_logits(loss: ParallelLossFunction, model: Any, args: Any, output: Any) -> Any:
+    """Gathers the logits of a model that leaves them cut, to compare them with the unscheduled module's."""
+    size = model.config.get_text_config().vocab_size
+    output.logits = gather_from_tensor_model_parallel_region(output.logits, group=loss.group)[..., :size]
+    return output
 
 
 def _rank_here() -> tuple[RankReport | None, Any]:
