@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megasched.dialects.stages import StageModule
 from megasched.lowering.build import placements_of
+from megasched.plan.placement import Placement
 
 
 def clip_grad_norm_(model: nn.Module | Sequence[nn.Module], max_norm: float) -> torch.Tensor:
@@ -37,7 +38,7 @@ def clip_grad_norm_(model: nn.Module | Sequence[nn.Module], max_norm: float) -> 
         copies = chunk.copies if isinstance(chunk, StageModule) else frozenset()
         for name, parameter in chunk.named_parameters():
             if name not in copies:
-                key = _groups(parameter, cut=placements[name].sharded)
+                key = _groups(parameter, placements[name])
                 squares[key] = squares[key] + _square(parameter)
     norm = _total(squares, staged=isinstance(chunks[0], StageModule)).sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -61,11 +62,15 @@ def _total(squares: dict[tuple[ProcessGroup, ...], torch.Tensor], *, staged: boo
     return total
 
 
-def _groups(parameter: torch.Tensor, *, cut: bool) -> tuple[ProcessGroup, ...]:
+def _groups(parameter: torch.Tensor, placement: Placement) -> tuple[ProcessGroup, ...]:
     """Returns the groups over which a parameter is spread, so that each rank has another part of it."""
     from megatron.core import parallel_state
 
-    groups = [parallel_state.get_tensor_model_parallel_group()] if cut else []
+    cut_over = {
+        "tp": parallel_state.get_tensor_model_parallel_group,
+        "ep": parallel_state.get_expert_model_parallel_group,
+    }
+    groups = [cut_over[placement.group]()] if placement.sharded else []
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         groups += [mesh.get_group(dim) for dim, laid in enumerate(parameter.placements) if laid.is_shard()]

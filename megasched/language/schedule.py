@@ -357,6 +357,7 @@ def current_layout() -> ParallelDims:
         pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=state.get_virtual_pipeline_model_parallel_world_size(),
         context_parallel_size=state.get_context_parallel_world_size(),
+        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
         data_parallel_size=state.get_data_parallel_world_size(),
     )
 

@@ -147,22 +147,24 @@ def all_reduce_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class _SumOverRanks:
-    """Is the hook that sums a gradient over a group."""
+    """Is the hook that sums a gradient over a group, scaled before."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: torch.distributed.ProcessGroup, scale: float | None) -> None:
+        self.group, self.scale = group, scale
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous().clone()
+        total = gradient.contiguous().clone() if self.scale is None else gradient.contiguous() * self.scale
         torch.distributed.all_reduce(total, group=self.group)
         return total
 
 
-def sum_gradient(parameter: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
-    """Has the gradient of a parameter summed over a group; a second call has no effect."""
+def sum_gradient(
+    parameter: torch.Tensor, group: torch.distributed.ProcessGroup, scale: float | None = None
+) -> None:
+    """Has the gradient of a parameter summed over a group, scaled before; a second call has no effect."""
     hooks = (parameter._backward_hooks or {}).values()
     if parameter.requires_grad and not any(isinstance(hook, _SumOverRanks) for hook in hooks):
-        parameter.register_hook(_SumOverRanks(group))
+        parameter.register_hook(_SumOverRanks(group, scale))
 
 
 class _SumGradient(torch.autograd.Function):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
@@ -19,7 +20,6 @@ from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
 from megasched.language.parallel_dims import ParallelDims
-from megasched.language.records import caller_source
 from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, current_layout
 from megasched.language.schedule_file import apply_schedule as call_schedule
@@ -27,6 +27,7 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
+from megasched.lowering.groups import NoGroup, check_layout, ep_group, refuse_other_ranks, tp_group
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.replica_check import ReplicaCheck
@@ -79,8 +80,9 @@ def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None 
     plan, path = _plans[made], _definitions[made]
     below = f"{path}." if path else ""
     placements = {name.removeprefix(below): found for name, found in _placements[made].items()}
-    group = _tp_group()
-    shards = Shards(placements, set(plan.canonical.values()), group.rank(), group.size())
+    groups = {"tp": tp_group(), "ep": ep_group()}
+    ranks = {name: (group.rank(), group.size()) for name, group in groups.items()}
+    shards = Shards(placements, set(plan.canonical.values()), ranks)
     materialize(made.get_submodule(path), source, dtype, shards)
 
 
@@ -112,13 +114,12 @@ def create_schedule(
         ScheduleError: ``group`` holds other ranks than Megatron's tensor-parallel group in this process.
     """
     if group is not None:
-        _refuse_other_ranks(group)
+        refuse_other_ranks(group)
     layout = layout or current_layout()
-    layout = replace(
-        layout,
-        sequence_parallel=sequence_parallel or layout.sequence_parallel,
-        parallel_output=parallel_output or layout.parallel_output,
-    )
+    if sequence_parallel:
+        layout = replace(layout, sequence_parallel=True)
+    if parallel_output:
+        layout = replace(layout, parallel_output=True)
     sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
     if name is not None:
         call_schedule(sch, find_schedule(name))
@@ -210,7 +211,7 @@ def plan_model(
     Raises:
         ScheduleError: with every problem found.
     """
-    _check_place(schedule, staged=staged)
+    check_layout(schedule, staged=staged)
     model: Any = schedule.mod
     given, length = inputs is not None, None  # of a run's sequences; the inputs that are given have their own
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
@@ -248,53 +249,6 @@ def _layers_asked_for(schedule: Schedule) -> LayerStack | None:
         raise ScheduleError(Problem(what, remedy=f"build it without {asked}")) from error
 
 
-def _refuse_other_ranks(group: ProcessGroup) -> None:
-    """Raises ScheduleError where a process group is not Megatron's tensor-parallel one; groups of one rank are."""
-    from megatron.core import parallel_state
-
-    asked = torch.distributed.get_process_group_ranks(group)
-    there = parallel_state.model_parallel_is_initialized()
-    tp_group = parallel_state.get_tensor_model_parallel_group() if there else None
-    ranks = torch.distributed.get_process_group_ranks(tp_group) if there else [torch.distributed.get_rank()]
-    if asked == ranks:
-        return
-    has = f"Megatron's tensor-parallel group here has {ranks}" if there else "Megatron has no groups here yet"
-    make = f"parallel_state.initialize_model_parallel(tensor_model_parallel_size={len(asked)})"
-    remedy = f"megatron.core.{make} makes such a group of neighbours; group can then be left out"
-    raise ScheduleError(Problem(f"group has the ranks {asked}, and {has}", source=caller_source(), remedy=remedy))
-
-
-def _check_place(schedule: Schedule, *, staged: bool) -> None:
-    """Raises ScheduleError where the schedule can't be built in this process."""
-    wanted, here = schedule.layout, current_layout()
-    problem = None
-    if schedule.path:
-        problem = Problem("build takes the schedule of the whole model", schedule.path, remedy="build(sch.root)")
-    elif schedule.built:
-        remedy = "create a schedule of the model as it was before"
-        problem = Problem("the schedule is built already", remedy=remedy)
-    elif wanted.tp != here.tp:
-        what = f"the schedule is for TP {wanted.tp}, and this process stands in a TP group of {here.tp}"
-        remedy = f"megatron.core.parallel_state.initialize_model_parallel(tensor_model_parallel_size={wanted.tp})"
-        problem = Problem(what, remedy=remedy)
-    elif refused := _only_the_trainers(wanted, staged):
-        remedy = "train it through Megatron's trainer: python -m megasched pretrain_gpt.py"
-        problem = Problem(f"build makes {refused}", remedy=remedy)
-    if problem is not None:
-        raise ScheduleError(problem)
-
-
-def _only_the_trainers(layout: ParallelDims, staged: bool) -> str:
-    """Returns what of a layout the library does not do, and what it does instead; empty where it does all."""
-    if layout.ep > 1:
-        return f"models with all their experts, and the layout has EP {layout.ep}"
-    if layout.pp > 1 and not staged:
-        return f"whole models, and the layout has {layout.pp} pipeline stages"
-    if layout.cp > 1:
-        return f"models that see whole sequences, and the layout has CP {layout.cp}"
-    return ""
-
-
 def lower_model(
     schedule: Schedule, plan: Plan, made: nn.Module, here: Callable[[str], bool] = lambda path: True
 ) -> BuildContext:
@@ -311,8 +265,8 @@ def lower_model(
 
     model: Any = schedule.mod
     first = next(model.parameters(), torch.empty(0))
-    group = _tp_group()
-    plan = _whole(plan) if isinstance(group, _Alone) else plan
+    group = tp_group()
+    plan = _whole(plan) if isinstance(group, NoGroup) else plan
     context = BuildContext(
         plan=plan,
         group=group,
@@ -320,6 +274,7 @@ def lower_model(
         source=None,
         device=torch.device("cpu") if first.device.type == "meta" else first.device,
         megatron_finalizes=False,
+        expert_group=ep_group(),
     )
     lower(schedule, model, context, here)
     schedule.built = True
@@ -328,8 +283,12 @@ def lower_model(
     names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}
     _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
     _definitions[made] = path
-    if not isinstance(group, _Alone):
-        made.register_forward_pre_hook(ReplicaCheck())
+    if not isinstance(group, NoGroup):
+        experts = frozenset(name for name, placement in _placements[made].items() if placement.group == "ep")
+        if experts:  # there is no public way to have DDP leave them to the model, which sums their gradients
+            leave: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+            leave(made, experts)
+        made.register_forward_pre_hook(ReplicaCheck(experts))
     if plan.layout.parallel_output and plan.layout.tp > 1:
         model.loss_function = ParallelLossFunction(context.group)
     if plan.layout.sp and not _has_router_logits(model, {}):
@@ -355,20 +314,3 @@ def _whole(plan: Plan) -> Plan:
     """Returns the plan of a process without groups, which Megatron's layers need: modules stay as they are."""
     whole = {name: Placement(placement.name, placement.shape) for name, placement in plan.placements.items()}
     return replace(plan, cuts={}, fused_columns=(), placements=whole)
-
-
-def _tp_group() -> ProcessGroup:
-    from megatron.core import parallel_state
-
-    grouped = parallel_state.model_parallel_is_initialized()
-    return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group() if grouped else _Alone())
-
-
-class _Alone:
-    """Stands in for the TP group in a process without process groups."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1

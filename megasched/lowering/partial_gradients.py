@@ -1,4 +1,4 @@
-"""Sums partial gradients of replicated parameters over TP, whichever object holds a parameter at the time.
+"""Sums partial gradients over ranks, whichever object holds a parameter at the time.
 
 A hook stays with the object that it was registered on, and trainers replace those: FSDP2 computes with parameters
 of its own, and weights deferred by ``init_empty_weights`` get their values in new ones. So the code that reads
@@ -17,43 +17,59 @@ from torch.distributed import ProcessGroup
 from megasched.layers.build_context import BuildContext
 from megasched.layers.regions import sum_gradient
 from megasched.layers.wrap import Forward, wrap_forward
+from megasched.plan.placement import Placement
 
-type Held = tuple[nn.Module, str]
+# The module that holds a parameter, the parameter's name there, the ranks to sum over, and a factor.
+type Held = tuple[nn.Module, str, ProcessGroup, float | None]
 
 
 def sum_partial_gradients(
     model: nn.Module, context: BuildContext, here: Callable[[str], bool], graphs: Collection[str]
 ) -> None:
-    """Has the partial gradients of a model summed over TP, for a trainer that knows nothing of them.
+    """Has the partial gradients of a model summed, for a trainer that knows nothing of them.
+
+    Those of replicated parameters are summed over TP. Those of experts, which tokens of several replicas reach,
+    are summed over the ranks with the same experts, and made the mean over replicas, as DDP makes all others.
 
     Args:
         here: whether a module is lowered.
         graphs: modules whose forward is a graph, in which the code of modules inside of them stands.
     """
-    if context.size == 1:
+    if context.size == 1 and not context.plan.experts:
         return
     modules = dict(model.named_modules())
     read: dict[str, dict[str, Held]] = defaultdict(dict)
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, _, local = name.rpartition(".")
         placement = context.placement_of(name)
-        if not here(path) or placement is None or placement.tp_gradient == "complete":
+        over = None if placement is None or not here(path) else _summed_over(placement, context)
+        if placement is None or over is None:
             continue
         readers = {path, *context.plan.tp_facts.readers.get(placement.name, ())}
         for reader in modules.keys() & readers:
             around = [graph for graph in graphs if not graph or f"{reader}.".startswith(f"{graph}.")]
-            read[min(around, key=len, default=reader)][name] = modules[path], local
+            read[min(around, key=len, default=reader)][name] = modules[path], local, *over
     for reader, held in read.items():
-        _hook_when_called(modules[reader], held.values(), context.group)
+        _hook_when_called(modules[reader], held.values())
 
 
-def _hook_when_called(module: nn.Module, held: Iterable[Held], group: ProcessGroup) -> None:
+def _summed_over(placement: Placement, context: BuildContext) -> tuple[ProcessGroup, float | None] | None:
+    """Returns the ranks that have parts of a gradient, and the factor of each part; None where it is complete."""
+    from megatron.core import parallel_state
+
+    if placement.group == "ep":
+        replicas = parallel_state.get_data_parallel_world_size()
+        return parallel_state.get_expert_data_parallel_group(), 1 / replicas
+    return None if placement.tp_gradient == "complete" or context.size == 1 else (context.group, None)
+
+
+def _hook_when_called(module: nn.Module, held: Iterable[Held]) -> None:
     parameters = tuple(held)
 
     def wrapper(forward: Forward) -> Forward:
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            for owner, name in parameters:
-                sum_gradient(getattr(owner, name), group)
+            for owner, name, group, scale in parameters:
+                sum_gradient(getattr(owner, name), group, scale)
             return forward(*args, **kwargs)
 
         return hooked

@@ -18,14 +18,16 @@ class ReplicaCheck:
     the others, and its losses look plausible.
     """
 
-    def __init__(self) -> None:
-        self.done = False
+    def __init__(self, experts: frozenset[str]) -> None:
+        """Stores the names of the parameters that EP shares out, which no trainer may take for replicas."""
+        self.experts, self.done = experts, False
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Checks the first call.
 
         Raises:
-            ConfigError: DDP or FSDP2 spans other ranks than Megatron's data-parallel group.
+            ConfigError: DDP or FSDP2 spans other ranks than Megatron's data-parallel group, or FSDP2 shards what
+                EP shares out.
         """
         if self.done:
             return
@@ -38,7 +40,15 @@ class ReplicaCheck:
                 what = f"{trainer} takes ranks {ranks} for replicas of this model"
                 raise ConfigError(f"{what}, and those with its shards are {replicas}; {_REMEDY}")
 
+        if (taken := _experts_taken(model, self.experts)) is not None:
+            what = f"{taken[0]} takes {taken[1]} for the same on all data-parallel ranks, and EP shares it out"
+            raise ConfigError(f"{what}; {_LEFT_TO_THE_MODEL}")
 
+
+_LEFT_TO_THE_MODEL = (
+    "the model sums these gradients itself: build it anew, have DDP wrap it and no module around it, and give "
+    "fully_shard(..., ignored_params={p for p in model.parameters() if not getattr(p, 'allreduce', True)})"
+)
 _REMEDY = (
     "its weights are mixed up: build it anew, and wrap it over parallel_state.get_data_parallel_group(). HF's "
     "Trainer and accelerate wrap over all ranks, and can't train a model that is cut over TP"
@@ -55,3 +65,17 @@ def _spans(model: nn.Module) -> dict[str, list[int]]:
     if sharded is not None:
         found["FSDP2"] = sharded.device_mesh.mesh.flatten().tolist()
     return found
+
+
+def _experts_taken(model: nn.Module, experts: frozenset[str]) -> tuple[str, str] | None:
+    """Returns the trainer that takes shared-out experts for replicas, and a parameter; None where none does."""
+    held = {name: parameter for name, parameter in model.named_parameters() if name in experts}
+    averaged = set[int]()
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None:
+        names = ddp.module.named_parameters()
+        averaged = {id(parameter) for name, parameter in names if name not in ddp.parameters_to_ignore}
+    for name, parameter in held.items():
+        if isinstance(parameter, DTensor) or id(parameter) in averaged:
+            return "FSDP2" if isinstance(parameter, DTensor) else "DDP", name
+    return None

@@ -106,13 +106,12 @@ class Shards:
     Attributes:
         placements: of the model's parameters by name.
         names: canonical names of the whole model's parameters; a pipeline stage holds some of them.
-        rank, size: in the TP group.
+        ranks: name of a group, of placements -> (rank, size) in it.
     """
 
     placements: Mapping[str, Placement]
     names: Collection[str]
-    rank: int
-    size: int
+    ranks: Mapping[str, tuple[int, int]]
 
 
 def materialize(
@@ -156,7 +155,8 @@ def materialize(
             if shards is None:
                 value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
             else:
-                value = source.local(shards.placements[first], shards.rank, shards.size).contiguous()
+                placement = shards.placements[first]
+                value = source.local(placement, *shards.ranks[placement.group]).contiguous()
             filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
             filled[first].__dict__.update(empty.__dict__)
         slots[leaf] = filled[first]

@@ -145,10 +145,15 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def unsharded(placement: Any, local: torch.Tensor) -> torch.Tensor:
-    """The whole HF tensor of what each TP rank has of it."""
+    """The whole HF tensor of what each TP rank has of it, or of an expert each EP rank."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_tensor_model_parallel_group()
+    of_experts = placement.group == "ep"
+    group = (
+        parallel_state.get_expert_model_parallel_group()
+        if of_experts
+        else parallel_state.get_tensor_model_parallel_group()
+    )
     every: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(every, local.detach().clone(), group=group)
     return placement.unshard(every)

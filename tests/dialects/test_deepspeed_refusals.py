@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import megasched
-from megasched import ConfigError
+from megasched import ConfigError, ParallelDims
 from megasched.dialects.deepspeed.config import REFUSED, read_config, value_at
 from megasched.dialects.deepspeed.engine import imported
 from megasched.verify.ranks.pool import init_megatron
@@ -117,6 +117,18 @@ def _built_before() -> str:
     sch = megasched.create_schedule(tiny_model("llama"), name="auto")
     megasched.build(sch)
     return refusal(sch, zero_config(3))
+
+
+def _experts_over_ep() -> str:
+    init_megatron()
+    layout = ParallelDims(expert_model_parallel_size=2)
+    return refusal(megasched.create_schedule(tiny_model("mixtral"), layout), zero_config(1))
+
+
+def test_experts_of_ep_ranks_are_no_replicas(deepspeed_ranks: Any) -> None:
+    (said,) = deepspeed_ranks.run(1, _experts_over_ep)
+    assert "EP 2: ZeRO takes data-parallel ranks for replicas of all parameters" in said
+    assert "train it by DDP or FSDP2" in said
 
 
 def test_a_schedule_that_was_built_fused_is_not_for_stage_3(deepspeed_ranks: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,14 +21,16 @@ def ddp(model: Any, group: Any) -> Any:
     return DistributedDataParallel(model, process_group=group)
 
 
-def fsdp2(model: Any, group: Any) -> Any:
+def fsdp2(model: Any, group: Any, *, but_experts: bool = False) -> Any:
+    """``but_experts`` leaves those that EP shares out to the model, as docs/library.md says."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, "cpu")
+    left = {p for p in model.parameters() if but_experts and not getattr(p, "allreduce", True)}
     for path in layers_of(model):
-        fully_shard(model.get_submodule(path), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(model.get_submodule(path), mesh=mesh, ignored_params=left)
+    return fully_shard(model, mesh=mesh, ignored_params=left)
 
 
 def layers_of(model: Any) -> list[str]:
@@ -85,6 +88,38 @@ def test_layers_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _on_parts_of_the_sequence):
         far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
+
+
+def _experts_over_ep() -> tuple[dict[str, dict[str, float]], list[str]]:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    wanted = one_process("mixtral")
+    found = {
+        "DDP": gaps(trained("mixtral", ddp, None), wanted),
+        "FSDP2, SP": gaps(
+            trained("mixtral", partial(fsdp2, but_experts=True), "leaf", sequence_parallel=True), wanted
+        ),
+    }
+    words = []
+    for wrap in (fsdp2, lambda model, group: ddp(torch.nn.Sequential(model), group)):
+        model = megasched.build(megasched.create_schedule(tiny_model("mixtral"), name="auto"))
+        wrapped = wrap(model, parallel_state.get_data_parallel_group())
+        with pytest.raises(megasched.ConfigError) as raised:
+            wrapped(causal()[0]["input_ids"])
+        words.append(str(raised.value))
+    return found, words
+
+
+def test_experts_shared_out_over_ep_are_one_process(ranks: Any) -> None:
+    """Of 4 experts a rank has 2, which another rank has, too."""
+    for found, words in ranks.run(4, _experts_over_ep):
+        assert {how: off for how, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)} == {}
+        for trainer, said in zip(("FSDP2", "DDP"), words, strict=True):
+            assert f"{trainer} takes model.layers.0.mlp.experts.gate_up_proj for the same on all" in said
+            assert "ignored_params={p for p in model.parameters() if not getattr(p, 'allreduce', True)}" in said
 
 
 def _over_all_ranks(wrap: Any) -> str:

@@ -39,7 +39,7 @@ OTHERS = frozenset(
         *("_is_full_backward_hook", "_cdata", "_schema", "_ops", "_pytree", "_utils", "_get_layout", "_sleep"),
         *("_DisableTorchDispatch", "_DropoutNd", "_ForceDispatchKeyGuard", "_TorchDispatchModeKey"),
         *("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_current_graph_task_id"),
-        *("_init_tp_mesh_device", "_active_ddp_module"),
+        *("_init_tp_mesh_device", "_active_ddp_module", "_set_params_and_buffers_to_ignore_for_model"),
         *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_tls_local_exclude_set", "_get_dispatch_mode"),
         *("_dispatch_tls_local_include_set", "_grouped_mm", "_local_scalar_dense", "_log_softmax", "_unique2"),
         "_upsample_bilinear2d_aa",

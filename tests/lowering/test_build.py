@@ -10,6 +10,7 @@ import megasched
 from megasched import ParallelDims, ScheduleError
 from megasched.definition import attention_interface
 from megasched.definition.build import build_definition, init_empty_weights
+from megasched.lowering.build import plan_of
 from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.random_init import RandomInit
@@ -181,8 +182,38 @@ def test_a_layout_that_is_not_this_processs(ranks):
             "the schedule is for TP 1, and this process stands in a TP group of 2",
             "the schedule is for TP 4, and this process stands in a TP group of 2",
             "build makes whole models, and the layout has 2 pipeline stages",
-            "build makes models that see whole sequences, and the layout has CP 2",
+            "build makes models that see whole sequences, and the layout has CP 2: a loop would have to cut "
+            "batches, positions and labels for each rank as Megatron's does, and to sum loss and gradients over "
+            "CP",
         ]
+
+
+def _shared_out_experts():
+    """Deferred weights of experts; groups that are not the layout's; a model without experts."""
+    init_megatron(ep=2)
+    rank, whole = torch.distributed.get_rank(), build_definition(tiny_config("mixtral"))
+    built = megasched.build(megasched.create_schedule(build_definition(tiny_config("mixtral")), name="auto"))
+    megasched.materialize(built, RandomInit(whole, 3))
+    megasched.materialize(whole, RandomInit(whole, 3))
+    placements, wanted = plan_of(built).placements, dict(whole.named_parameters())
+    held = {name: p for name, p in built.named_parameters() if placements[name].group == "ep"}
+    same = all(torch.equal(p, placements[name].shard(wanted[name], rank, 2)) for name, p in held.items())
+    words = []
+    for model, ep in ((tiny_model("mixtral"), 4), (tiny_model("llama"), 2)):
+        with pytest.raises(ScheduleError) as raised:
+            megasched.build(megasched.create_schedule(model, ParallelDims(expert_model_parallel_size=ep)))
+        words.append(raised.value.problems[0].what)
+    sch = megasched.create_schedule(tiny_model("mixtral"), name="auto")
+    with pytest.raises(megasched.ConfigError, match="verify compares what TP and DP ranks have"):
+        megasched.verify(sch, inputs={"input_ids": token_ids()})
+    return len(held), same, words
+
+
+def test_experts_of_this_processs_groups(ranks):
+    for count, same, (groups, dense) in ranks.run(2, _shared_out_experts):
+        assert (count, same) == (4, True)
+        assert "shares whole experts out over EP 4, and Megatron's groups here have EP 2" in groups
+        assert "EP 2, and no experts are shared out" in dense
 
 
 class OwnAttention(nn.Module):

@@ -62,6 +62,11 @@ def initialize(
     """
     deepspeed = imported()
     settings = read_config(config)
+    if schedule.layout.ep > 1:
+        what = "ZeRO takes data-parallel ranks for replicas of all parameters, and each EP rank has other experts"
+        raise ConfigError(
+            f"EP {schedule.layout.ep}: {what}; train it by DDP or FSDP2, or make the groups without EP"
+        )
     _make_groups(schedule, deepspeed, zero_stage(settings))
     staged = schedule.layout.pp > 1
     _check_options(staged, inputs, loss_fn)

@@ -145,6 +145,11 @@ def _refuse(schedule: Schedule, example: Example, layout: ParallelDims) -> None:
         raise ConfigError(
             f"this job has ranks at {current_layout()}, and {layout} takes others: leave tp and dp out"
         )
+    if layout.ep > 1:
+        raise ConfigError(
+            f"verify compares what TP and DP ranks have, and the layout is {layout}: schedule the module without "
+            "EP, or verify the trainer's layout by megasched verify --ep"
+        )
     if any(parameter.device.type == "meta" for parameter in schedule.root.mod.parameters()):
         raise ConfigError("verify compares numbers, and weights are deferred: materialize(model, source) first")
     if example.samples % layout.data_parallel_size:
