@@ -50,8 +50,10 @@ def pipeline_step(engine: Any, ids: torch.Tensor) -> float:
     return float(engine.train_batch(iter([(one, one) for one in of_this_replica(ids).split(1)])))
 
 
-def trained(family: str, stage: int, clip: float = CLIP, **changes: Any) -> Steps:
-    sch = megasched.create_schedule(model_of(family, **changes), name="auto")
+def trained(
+    family: str, stage: int, clip: float = CLIP, asked: dict[str, bool] | None = None, **changes: Any
+) -> Steps:
+    sch = megasched.create_schedule(model_of(family, **changes), name="auto", **(asked or {}))
     config = pipeline_config(stage, gradient_clipping=clip)
     engine, *_ = megasched.initialize(sch, target="deepspeed", config=config, optimizer=adamw)
     losses, norms = [], []
@@ -90,6 +92,19 @@ def test_what_else_crosses_a_cut_comes_with_the_hidden_state(deepspeed_ranks: An
 
 def test_stage_0_without_clipping(deepspeed_ranks: Any) -> None:
     for found in deepspeed_ranks.run(4, _against_one_process, "gpt2", 1, 4, clipped=False):
+        assert far(found) == {}
+
+
+def _on_parts_of_the_sequence() -> dict[str, float]:
+    init_megatron(tp=2, pp=2)
+    return gaps(
+        trained("llama", 1, asked={"sequence_parallel": True, "parallel_output": True}), one_process("llama")
+    )
+
+
+def test_stages_on_parts_of_the_sequence_are_one_process(deepspeed_ranks: Any) -> None:
+    """DeepSpeed would send a part by each TP rank of a hidden state that all of them have."""
+    for found in deepspeed_ranks.run(4, _on_parts_of_the_sequence):
         assert far(found) == {}
 
 

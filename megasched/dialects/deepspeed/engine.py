@@ -69,6 +69,9 @@ def initialize(
         )
     _make_groups(schedule, deepspeed, zero_stage(settings))
     staged = schedule.layout.pp > 1
+    if staged and schedule.layout.sp:  # DeepSpeed sends a part by each TP rank of what it takes to be the same
+        sent_whole = {"pipe_partitioned": False, "grad_partitioned": False}
+        settings["pipeline"] = {**settings.get("pipeline", {}), **sent_whole}
     _check_options(staged, inputs, loss_fn)
     model = make_pipeline(schedule, settings, loss_fn) if staged else _whole_model(schedule, settings, inputs)
     _check_parameters(model, optimizer, model_parameters)
