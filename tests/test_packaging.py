@@ -1,15 +1,21 @@
-"""The wheel holds everything under one name, and the editable install is the same package."""
+"""The wheel holds all under one name and works without a checkout; the editable install is the same package."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+import megasched
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("megasched/cli/page/template", "megasched/planner/hardware/gpus")
@@ -24,7 +30,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A wheel built from a copy of the tree, as `pip wheel .` does."""
+    """A wheel of the source archive of a copy of the tree, as one that is uploaded comes to be."""
     copy = tmp_path_factory.mktemp("source") / "megasched"
     anywhere = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
 
@@ -37,7 +43,6 @@ def wheel(tmp_path_factory) -> Path:
         sys.executable,
         "-m",
         "build",
-        "--wheel",
         "--no-isolation",
         "--outdir",
         str(copy / "dist"),
@@ -71,23 +76,69 @@ def test_the_wheel_holds_every_module_under_one_top_level_name(wheel):
     assert names == expected
 
 
-def test_the_wheel_runs_where_it_is_installed(wheel, tmp_path):
-    target = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The programs of an environment that holds the wheel, and sees the packages of this one but its megasched."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    # Of a folder that a .pth file adds no .pth files are read: the finder of the editable install is one.
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin"
+
+
+def run_in(folder: Path, *command: str | Path) -> str:
+    """What a command prints, started where no checkout is."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
+
+
+def test_the_wheel_is_imported_where_it_is_installed(installed, tmp_path):
     script = (
         "import megasched, megasched.patches, megasched.launch, megasched.model_adapters as adapters\n"
         "from megasched.launch import bundled_script\n"
         "print(megasched.__file__, adapters.__file__, bundled_script('pretrain_gpt.py'), sep='\\n')\n"
         "print(*megasched.list_primitives(name_only=True))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    run = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    *places, primitives = run.stdout.splitlines()
-    assert all(place.startswith(str(target)) for place in places)
+    *files, primitives = run_in(tmp_path, installed / "python", "-c", script).splitlines()
+    assert all(file.startswith(str(installed.parent)) for file in files)
     assert "shard" in primitives.split()
+
+
+def test_a_version_is_one_everywhere(installed, tmp_path):
+    assert run_in(tmp_path, installed / "megasched", "--version") == f"megasched {megasched.__version__}\n"
+    assert "quickstart" in run_in(tmp_path, installed / "python", "-m", "megasched", "--help")
+    assert version("megasched") == megasched.__version__
+
+
+def test_a_job_is_written_without_a_checkout(installed, tmp_path):
+    run = ["pretrain_gpt.py", "--model-schedule", "auto", "--hf-model", "model"]
+    run += ["--save", "ck", "--save-interval", "9"]
+    launch = (installed / "megasched", "launch")
+    for words in (("slurm", "--nodes", "2"), ("torchrun",)):
+        script = run_in(tmp_path, *launch, *words, "--dry-run", "--no-check", "--", *run)
+        assert f"{installed}/python" in script
+
+
+@pytest.mark.slow
+def test_the_commands_run_without_a_checkout(installed, tmp_path):
+    program = installed / "megasched"
+    found = json.loads(run_in(tmp_path, program, "doctor", "--json"))
+    assert (found["runnable"], found["version"], found["problems"]) == (True, megasched.__version__, [])
+    trained = json.loads(run_in(tmp_path, program, "quickstart", "--iters", "2", "--json"))
+    assert f"-m megasched {installed.parent}" in trained["script"]
+    assert (tmp_path / "quickstart" / "run-1" / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
+    (show,) = (step["command"] for step in trained["next"] if " show " in step["command"])
+    assert "LlamaForCausalLM" in run_in(tmp_path, *show.split())
+    proposed = run_in(tmp_path, program, "new-adapter", "--hf-model", "quickstart/model")
+    assert "No adapter is needed" in proposed
+    assert "| `llama` |" in run_in(tmp_path, program, "archs", "--markdown")
 
 
 def test_the_editable_install_is_this_tree():

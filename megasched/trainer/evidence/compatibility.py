@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DATA = Path(__file__).with_name("compatibility.json")
-MATRIX = Expected("the results of `make matrix`")
+MATRIX = Expected("the results of `python -m megasched.verify.matrix`")
 
 # The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
 OTHER_OBJECTIVES = {
