@@ -23,15 +23,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from megasched.cli import main
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"]
 FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
@@ -171,6 +173,21 @@ def test_megasched_commands_exist():
         lines = "\n".join([*code, *re.findall(r"`([^`\n]+)`", prose(page))])
         named = re.findall(r"^(?:\$ |python -m )?megasched ([a-z][a-z-]*)(?![\w.:])", lines, re.MULTILINE)
         assert set(named) <= commands, page.name
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_issue_forms_ask_for_what_there_is(form, known_flags):
+    import typer
+
+    content = yaml.safe_load(form.read_text())
+    assert {"name", "description", "labels", "body"} == set(content)
+    assert all(field["attributes"]["label"] for field in content["body"])
+    assert len({field["id"] for field in content["body"]}) == len(content["body"])
+    text = form.read_text()
+    named = re.findall(r"`megasched ([a-z-]+)", text)
+    assert named
+    assert set(named) <= set(typer.main.get_command(main.app).commands)
+    assert set(FLAG.findall(text)) <= known_flags
 
 
 def test_every_flag_of_megasched_is_in_run_md():

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megasched
 
@@ -115,6 +116,7 @@ def test_a_version_is_one_everywhere(installed, tmp_path):
     assert run_in(tmp_path, installed / "megasched", "--version") == f"megasched {megasched.__version__}\n"
     assert "quickstart" in run_in(tmp_path, installed / "python", "-m", "megasched", "--help")
     assert version("megasched") == megasched.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megasched.__version__
 
 
 def test_a_job_is_written_without_a_checkout(installed, tmp_path):
