@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,15 +32,15 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A wheel of the source archive of a copy of the tree, as one that is uploaded comes to be."""
+    """A wheel of the source archive of what a container's build sees of the tree."""
     copy = tmp_path_factory.mktemp("source") / "megasched"
-    anywhere = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache")
-
-    def ignored(folder: str, names: list[str]) -> set[str]:
-        # What `make quickstart` has left.
-        return anywhere(folder, names) | ({"quickstart"} if Path(folder) == ROOT else set())
-
-    shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
+    compiled = shutil.ignore_patterns("__pycache__")
+    copy.mkdir()
+    for name in re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=compiled)
+        else:
+            shutil.copy(ROOT / name, copy / name)
     command = [
         sys.executable,
         "-m",
