@@ -34,6 +34,7 @@ from megasched.reading.files import printable
 from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import seams
 from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
+from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
 from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
@@ -120,19 +121,14 @@ def _run(script: str, argv: list[str]) -> None:
 # ---- what was asked for -----------------------------------------------------------------------------
 
 
-class _OwnParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def megasched_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Parses megasched's flags alone; Megatron's are passed over, not judged.
 
     Raises:
         ConfigError: one of megasched's flags lacks its value.
     """
-    parser = _OwnParser(add_help=False, allow_abbrev=False)
-    return add_megasched_arguments(parser).parse_known_args(list(argv))[0]
+    parser = FlagParser(add_megasched_arguments(argparse.ArgumentParser(add_help=False)))
+    return parser.parse_known_args(list(argv))[0]
 
 
 def find_script(script: str) -> tuple[Path, bool]:

@@ -20,6 +20,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trace.run_trace import trace_conflicts
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, refusals, start_notes
+from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.model_shape import derive, one_head_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.moe import (
@@ -103,13 +104,25 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
 _OWN = frozenset(flag.removeprefix("--").replace("-", "_") for flag in FLAGS)
 
 
-def add_megasched_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the argument group ``megasched``; returns the parser, as Megatron's extra_args_provider must."""
+def flag_parser(megatron: argparse.ArgumentParser) -> FlagParser:
+    """Returns a parser of megasched's flags and of those of ``megatron``, which may have a script's own."""
+    own = argparse.ArgumentParser(add_help=False)
+    return FlagParser(add_megasched_arguments(own, beside=megatron), megatron)
+
+
+def add_megasched_arguments(
+    parser: argparse.ArgumentParser, beside: argparse.ArgumentParser | None = None
+) -> argparse.ArgumentParser:
+    """Adds the argument group ``megasched`` and returns the parser.
+
+    Args:
+        beside: a parser that reads the same command line; the same one by default.
+    """
     group = parser.add_argument_group("megasched")
     for flag, (reading, text) in FLAGS.items():
         group.add_argument(flag, help=text, **reading)
     # Megatron has the flag for its tokenizers; here it covers the model as well.
-    if "--trust-remote-code" not in parser._option_string_actions:
+    if "--trust-remote-code" not in (beside or parser)._option_string_actions:
         what = "Run Python code that comes with --hf-model."
         group.add_argument("--trust-remote-code", action="store_true", help=what)
     return parser
@@ -204,8 +217,7 @@ def refuse_unsupported(argv: Sequence[str]) -> None:
     """
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    given = explicit_flags(add_megasched_arguments(parser), argv)
+    given = explicit_flags(flag_parser(add_megatron_arguments(argparse.ArgumentParser(add_help=False))), argv)
     lines = refusals(_megatrons(given), unknown="allow_unverified" not in given)
     if lines:
         raise ConfigError(_report(_REFUSED_TITLE, lines))

@@ -11,9 +11,9 @@ from typing import Any
 from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.flags.arguments import (
-    add_megasched_arguments,
     apply_derived,
     check_tokenizer,
+    flag_parser,
 )
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, flag_class
 from megasched.trainer.flags.rehearsal import SWITCHES, rehearsal_mode
@@ -39,7 +39,7 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
             of_megatron.update(action.dest for action in parser._actions)
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            parsers.append(add_megasched_arguments(parser))
+            parsers.append(flag_parser(parser))
             return parsers[-1]
 
         args = parse_args(provider, ignore_unknown_args)

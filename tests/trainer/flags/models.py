@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from megasched.errors import ConfigError
-from megasched.trainer.flags.arguments import add_megasched_arguments, apply_derived
+from megasched.trainer.flags.arguments import apply_derived, flag_parser
 from megasched.trainer.flags.flag_classes import explicit_flags
 
 SMALL = {
@@ -32,7 +32,7 @@ def config(model_type: str, **fields: Any) -> PretrainedConfig:
 def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_megasched_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return flag_parser(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
 def derived_args(*argv: str) -> argparse.Namespace:

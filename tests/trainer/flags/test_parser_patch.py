@@ -104,3 +104,40 @@ def test_patched_parser_without_a_schedule_is_megatrons(monkeypatch: pytest.Monk
     args = parse(monkeypatch, *sizes.split(), *RUN.split())
     assert args.model_schedule is None
     assert (args.num_layers, args.padded_vocab_size, args.hidden_dropout) == (3, 128, 0.1)
+
+
+@pytest.mark.usefixtures("patched")
+def test_help_lists_every_flag_those_of_megasched_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A help of Megatron's that is no format (`10%)`) ends argparse's in a ValueError."""
+    with pytest.raises(SystemExit, match="0"):
+        parse(monkeypatch, "--help")
+    text = capsys.readouterr().out
+    assert text.startswith("usage: megasched pretrain.py --model-schedule FILE --hf-model DIR <flags>\n")
+    places = [text.index(word) for word in ("\nmegasched:\n", "  --model-schedule", "  --num-layers ")]
+    assert places == sorted(places)
+    assert "e.g. 1.10 = 10%)" in text
+    for option, action in megatron_parser()._option_string_actions.items():
+        assert option in text or action.help == argparse.SUPPRESS
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--num-layer 3 --tensor-parallel-size=2",
+            "--num-layer: there is no such flag; did you mean --num-layers, --mtp-num-layers?\n"
+            "--tensor-parallel-size: there is no such flag; did you mean --tensor-model-parallel-size, "
+            "--expert-tensor-parallel-size, --context-parallel-size?",
+        ),
+        ("--rot", "--rot: there is no such flag; `megasched pretrain.py --help` lists them"),
+        ("--bf16 yes", "yes: no flag takes this word; is the one before it a flag without a value?"),
+        ("--seed one", "argument --seed: invalid int value: 'one'"),
+    ],
+)
+def test_a_wrong_flag_is_one_message(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(monkeypatch, *flags.split())
+    assert str(caught.value) == message
