@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megasched.reading.log_lines import log_lines
+from megasched.trainer.run_failure import ERROR, FAILED
 
 # torchrun itself waits 30 s for its ranks before it kills them; killed earlier, it would leave them running.
 SECONDS_TO_STOP = 40
@@ -87,6 +88,14 @@ def stop(process: subprocess.Popen[str]) -> None:
 def tail(path: Path, lines: int = 40) -> str:
     """Returns the last lines of a file."""
     return "".join(deque(log_lines(path), maxlen=lines)).rstrip("\n")
+
+
+def last_error(path: Path) -> Iterator[str]:
+    """Yields the error with which the log of a run ends, if that is one of megasched's own (`run_failure`)."""
+    lines = tail(path).splitlines()
+    begun = [number for number, line in enumerate(lines) if line.startswith((ERROR, FAILED))]
+    if begun:
+        yield "\n".join(lines[begun[-1] :])
 
 
 def _discard(process: subprocess.Popen[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 
 class MegaschedError(Exception):
@@ -39,6 +40,29 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Indivisible(Problem):
+    """Describes a size that a parallel size does not divide; several of a schedule have one cause.
+
+    Attributes:
+        divisor: the parallel size, e.g. ``TP 3``.
+        whole: what it is to cut, e.g. ``4 heads of qkv.q``.
+        size: the number in it.
+    """
+
+    divisor: str = ""
+    whole: str = ""
+    size: int = 1
+
+
+def indivisible(
+    divisor: str, whole: str, size: int, *, module: str = "", source: str = "", remedy: str = ""
+) -> Indivisible:
+    """Returns the problem; its remedy is a parallel size that divides, if none is given."""
+    remedy = remedy or f"{PARALLEL_SIZES[divisor.split()[0]]} that divides {size}"
+    return Indivisible(f"{divisor} does not divide {whole}", module, source, remedy, divisor, whole, size)
+
+
+@dataclass(frozen=True)
 class Declined:
     """Describes a requested or possible change that is not made, which is no fault.
 
@@ -56,6 +80,8 @@ class Declined:
         return self.reason
 
 
+# What a user may change, by the name of a group of ranks.
+PARALLEL_SIZES = {"TP": "a tensor parallel size", "EP": "an expert parallel size"}
 # Of modules with one and the same problem, so many are named; equal layers have equal faults.
 NAMED_MODULES = 3
 
@@ -79,6 +105,22 @@ def describe(problem: Problem, modules: Sequence[str]) -> str:
     return "\n    ".join(lines)
 
 
+def _describe_indivisible(problems: Sequence[tuple[Indivisible, Sequence[str]]]) -> str:
+    """Returns sizes that one parallel size does not divide, as lines of text, with a size that divides all."""
+    divisor, sources = problems[0][0].divisor, {problem.source for problem, _ in problems}
+    others = "another size" if len(problems) == 2 else f"{len(problems) - 1} other sizes"
+    lines = [f"{problems[0][0].what} and {others}"]
+    for problem, modules in problems:
+        asked = f" (asked for at: {problem.source})" if len(sources) > 1 and problem.source else ""
+        lines.append(f"  {problem.whole}: {some_of(modules)}{asked}")
+    if len(sources) == 1 and problems[0][0].source:
+        lines.append(f"asked for at: {problems[0][0].source}")
+    most = gcd(*(problem.size for problem, _ in problems))
+    right = ", ".join(str(size) for size in range(1, most + 1) if most % size == 0)
+    lines.append(f"remedy: {PARALLEL_SIZES[divisor.split()[0]]} that divides all of them: {right}")
+    return "\n    ".join(lines)
+
+
 class ScheduleError(MegaschedError):
     """Reports that the schedule can't be built; carries every problem found, not only the first."""
 
@@ -88,8 +130,16 @@ class ScheduleError(MegaschedError):
         for problem in self.problems:
             modules = alike.setdefault(replace(problem, module=""), [])
             modules += [problem.module] if problem.module else []
-        head = "the schedule has a problem" if len(alike) == 1 else f"the schedule has {len(alike)} problems"
-        lines = [f"  - {describe(problem, modules)}" for problem, modules in alike.items()]
+        cut: dict[str, list[tuple[Indivisible, list[str]]]] = {}
+        for problem, modules in alike.items():
+            if isinstance(problem, Indivisible):
+                cut.setdefault(problem.divisor, []).append((problem, modules))
+        texts: dict[str, None] = {}  # in their order, and each once
+        for problem, modules in alike.items():
+            same = cut.get(problem.divisor, []) if isinstance(problem, Indivisible) else []
+            texts[_describe_indivisible(same) if len(same) > 1 else describe(problem, modules)] = None
+        head = "the schedule has a problem" if len(texts) == 1 else f"the schedule has {len(texts)} problems"
+        lines = [f"  - {text}" for text in texts]
         super().__init__("\n".join([f"{head}:", *lines]))
 
     def __reduce__(self) -> tuple[type[ScheduleError], tuple[list[Problem]]]:

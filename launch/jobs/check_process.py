@@ -12,16 +12,16 @@ import json
 import os
 import runpy
 import sys
-import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megasched.attributes import set_attribute
-from megasched.errors import ConfigError, MegaschedError
+from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.trainer import entry
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode
+from megasched.trainer.run_failure import describe_failure
 
 
 class _Stopped(SystemExit):
@@ -35,22 +35,13 @@ def main() -> None:
         _begin(script, flags, found)
     except _Stopped:
         pass
-    except MegaschedError as error:
-        found["problems"].append(str(error))
-    except SystemExit as stop:  # argparse has said why on stderr
+    except SystemExit as stop:  # the script's own parser has said why on stderr
         found["problems"].append("" if isinstance(stop.code, int) else str(stop.code or ""))
     except Exception as error:
-        found["problems"].append(_of_megatron(error, traceback.extract_tb(error.__traceback__)))
+        found["problems"].append(describe_failure(error))
     write_whole(Path(out), [json.dumps(found)])
     sys.stdout.flush()
     os._exit(0)  # threads of libraries that were begun are of no interest
-
-
-def _of_megatron(error: Exception, frames: traceback.StackSummary) -> str:
-    """Returns the text of an error in someone else's code, with the line that raised it."""
-    last = frames[-1]
-    text = str(error) or f"{type(error).__name__} at `{last.line}`"
-    return f"{text} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:

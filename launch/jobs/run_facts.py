@@ -9,7 +9,6 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from megatron.training.global_vars import get_args
@@ -93,11 +92,7 @@ def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
         return
     blends = [blend, *(per_split or ())]
     for prefix in sorted({prefix for one in blends if one is not None for prefix in one[0]}):
-        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
         if "://" in prefix:
-            continue
-        if missing:
-            yield f"no data at {prefix}: {' and '.join(missing)} missing"
             continue
         try:
             check_data(prefix, vocabulary, args.data_cache_path)

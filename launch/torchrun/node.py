@@ -22,12 +22,17 @@ def main() -> None:
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        status = first_failure(error.failures.values()).exitcode
-        sys.exit(status if status > 0 else 128 - status)
+        failure = first_failure(error.failures.values())
+        print(last_words(failure, error), file=sys.stderr)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as ended:
         print(f"torchrun: {ended}", file=sys.stderr)
         sys.exit(128 + ended.sigval)
+
+
+def last_words(failure: ProcessFailure, error: ChildFailedError) -> str:
+    """Returns what a rank has written down before its end, or torchrun's report of a rank that has not."""
+    return failure.message["message"] if isinstance(failure.message, dict) else str(error)
 
 
 def first_failure(failures: Collection[ProcessFailure]) -> ProcessFailure:

@@ -24,7 +24,7 @@ from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
-from megasched.launch.watched_run import INTERRUPTED, sigterm_as_interrupt, tail
+from megasched.launch.watched_run import INTERRUPTED, last_error, sigterm_as_interrupt, tail
 from megasched.reading.tracker import has_tracker, read_tracker
 
 NAME = "torchrun"
@@ -117,7 +117,12 @@ class Supervisor:
         previous = signal.signal(signal.SIGUSR1, lambda *_: Thread(target=self._save_and_end, daemon=True).start())
         try:
             with sigterm_as_interrupt():
-                return self._run()
+                status = self._run()
+            if status and self._nodes.failed:
+                log = self._folder.node_log(NAME, self.starts[-1], self._nodes.failed[0])
+                for error in last_error(log):
+                    self.say(error)
+            return status
         except KeyboardInterrupt:
             self._say("ended by Ctrl-C or SIGTERM, and with it the ranks")
             if self.starts:

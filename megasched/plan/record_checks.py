@@ -12,7 +12,7 @@ from megasched.analysis.recording.stock import is_theirs
 from megasched.analysis.tp.replay import local_count
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.objectives import CAUSAL_LM, objective_of
-from megasched.errors import Problem
+from megasched.errors import Problem, indivisible
 from megasched.language.records import Record
 from megasched.language.registry import check_call, get_primitive, has_lowering
 from megasched.language.roles import Roles
@@ -124,11 +124,11 @@ def check_complete(plan: Plan, model: nn.Module) -> list[Problem]:
 
 def check_sliced_args(plan: Plan) -> list[Problem]:
     """Returns a problem for each argument that ranks can't take equal parts of."""
-    problems = []
+    problems: list[Problem] = []
     for (path, slot), part in plan.tp_facts.parts.items():
         if part.count % plan.layout.tp:
-            what = f"TP {plan.layout.tp} does not divide the {part.count} heads or features of argument {slot!r}"
-            problems.append(Problem(what, path, remedy=f"a tensor parallel size that divides {part.count}"))
+            whole = f"the {part.count} heads or features of argument {slot!r}"
+            problems.append(indivisible(f"TP {plan.layout.tp}", whole, part.count, module=path))
     return problems
 
 
@@ -151,10 +151,7 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
                 what = f"has no attribute {name}, which its adapter divides by TP"
                 problems.append(Problem(what, path, remedy="name the attribute that it counts by now"))
             if whole is not None and local_value(plan, path, whole) is None:
-                remedy = f"a tensor parallel size that divides {whole}"
-                problems.append(
-                    Problem(f"TP {plan.layout.tp} does not divide {name} = {whole}", path, remedy=remedy)
-                )
+                problems.append(indivisible(f"TP {plan.layout.tp}", f"{name} = {whole}", whole, module=path))
     return problems
 
 

@@ -16,7 +16,7 @@ from megasched.definition.expert_trials import why_not_apart
 from megasched.definition.experts import has_form
 from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import is_linear, output_axis
-from megasched.errors import Declined, Problem
+from megasched.errors import Declined, Problem, indivisible
 from megasched.language.lora import A, B
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
@@ -216,17 +216,10 @@ def _uneven(placement: Placement, name: str, size: int, record: Record) -> list[
     uneven = [n for n in (placement.component_sizes if placement.sharded else ()) if n % size]
     if not uneven:
         return []
-    what = f"{placement.group.upper()} {size} does not divide {name} {list(placement.shape)}"
-    what += f" along axis {placement.axis}"
-    what += f" (component of {uneven[0]})" if placement.components else ""
-    return [
-        Problem(
-            what,
-            record.path,
-            record.source,
-            f"a{' tensor' if placement.group == 'tp' else 'n expert'} parallel size that divides {uneven[0]}",
-        )
-    ]
+    whole = f"{name} {list(placement.shape)} along axis {placement.axis}"
+    whole += f" (component of {uneven[0]})" if placement.components else ""
+    divisor = f"{placement.group.upper()} {size}"
+    return [indivisible(divisor, whole, uneven[0], module=record.path, source=record.source)]
 
 
 def _cut_of(module: nn.Module, param: str, axis: int) -> Cut | None:
@@ -305,11 +298,10 @@ def find_replicated_heads(
     if heads < tp and tp % heads == 0 and (role in ("qkv.k", "qkv.v", "column") or packed):
         uneven = _uneven_queries(components, heads, tp)
         return uneven or ReplicatedHeads(heads, components)
-    what = f"TP {tp} does not divide {heads} heads of {role}"
-    remedy = f"a tensor parallel size that divides {heads}"
+    problem = indivisible(f"TP {tp}", f"{heads} heads of {role}", heads, module=path)
     if role in ("qkv.k", "qkv.v") or packed:
-        remedy += ", or that is a multiple of it (heads are replicated)"
-    return Problem(what, path, remedy=remedy)
+        return replace(problem, remedy=f"{problem.remedy}, or that is a multiple of it (heads are replicated)")
+    return problem
 
 
 def _uneven_queries(components: tuple[int, ...], heads: int, tp: int) -> Problem | None:
@@ -319,6 +311,4 @@ def _uneven_queries(components: tuple[int, ...], heads: int, tp: int) -> Problem
     queries = components[0] // (components[1] // heads)
     if queries % tp == 0:
         return None
-    return Problem(
-        f"TP {tp} does not divide {queries} query heads", remedy=f"a tensor parallel size that divides {queries}"
-    )
+    return indivisible(f"TP {tp}", f"{queries} query heads", queries)

@@ -15,43 +15,28 @@ import re
 import runpy
 import signal
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
-from megasched.errors import ConfigError, MegaschedError
+from megasched.errors import ConfigError
 from megasched.imports import without_collections
 from megasched.language.schedule_file import split_file
 from megasched.parent_process import end_with_parent
-from megasched.reading.files import printable
 from megasched.trace.run_trace import check_trace_file
-from megasched.trainer import seams
+from megasched.trainer import run_failure, seams
 from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
 from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
 
-TRACEBACK = "MEGASCHED_TRACEBACK"
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-
-# Exit status of what megasched raises on purpose.
-REFUSED = 2
-# How long a rank other than 0 holds its message back: mostly the fault is everybody's, rank 0 has said it
-# and the launcher ends this process meanwhile. Staggered, so that of several such ranks one speaks.
-GRACE_SECONDS = 4.0
-STAGGER_SECONDS = 0.2
-STAGGERED_RANKS = 15
-# What gloo and NCCL say of a rank that has gone.
-AFTERMATH = re.compile(r"Connection (?:closed|reset) by peer|remote process exited")
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ def run_script(script: str, argv: Sequence[str]) -> None:
     process groups that could hang: status 1, or what the script passed to ``sys.exit``. What megasched
     raises on purpose is one message on stderr (with the traceback if MEGASCHED_TRACEBACK=1) and status 2, as
     argparse has it: the same command would fail again, so launchers do not restart it. Anything else is a
-    traceback.
+    traceback, and after it one message, too.
 
     Args:
         script: path of the user's script, or the name of one that megasched brings along.
@@ -89,16 +74,11 @@ def run_script(script: str, argv: Sequence[str]) -> None:
         if stop.code in (None, 0):
             raise
         if not isinstance(stop.code, int):
-            _await_rank_0()
+            run_failure.await_rank_0()
             print(stop.code, file=sys.stderr)
-        _end(stop.code if isinstance(stop.code, int) else 1)
-    except MegaschedError as error:
-        _fail(error)
+        run_failure.end(stop.code if isinstance(stop.code, int) else 1)
     except BaseException as error:
-        traceback.print_exc()
-        if AFTERMATH.search(str(error)):
-            time.sleep(GRACE_SECONDS)  # the launcher ends this process, with the status of the rank that failed
-        _end(1)
+        run_failure.end_with_error(error)
 
 
 def _run(script: str, argv: list[str]) -> None:
@@ -301,40 +281,6 @@ def set_builder() -> None:
     patches.apply("model_builder")
 
 
-# ---- messages and the end ---------------------------------------------------------------------------
-
-
-def _rank(*names: str) -> int:
-    """Returns the value of the first variable that torchrun or Slurm has set; 0 where none is set."""
-    return int(next((os.environ[name] for name in names if os.environ.get(name)), "0"))
-
-
 def _say(text: str) -> None:
-    if _rank("RANK", "SLURM_PROCID") == 0:
+    if run_failure.rank_of("RANK", "SLURM_PROCID") == 0:
         print(text, file=sys.stderr, flush=True)
-
-
-def _fail(error: MegaschedError) -> NoReturn:
-    """Prints what is wrong, once for the job where that can be arranged, and ends this process."""
-    rank = _await_rank_0()
-    where = f" on rank {rank}" if rank else ""
-    if os.environ.get(TRACEBACK) == "1":
-        traceback.print_exception(error)
-    print(f"megasched: error{where}: {printable(str(error))}", file=sys.stderr)
-    _end(REFUSED)
-
-
-def _await_rank_0() -> int:
-    """Returns this rank; all but rank 0 wait first, so that the launcher may end them if rank 0 has failed."""
-    rank = _rank("RANK", "SLURM_PROCID")
-    if rank:
-        local = min(_rank("LOCAL_RANK", "SLURM_LOCALID"), STAGGERED_RANKS)
-        time.sleep(GRACE_SECONDS + STAGGER_SECONDS * local)
-    return rank
-
-
-def _end(status: int) -> NoReturn:
-    # NCCL's and gloo's threads, and what is registered at exit, may wait for ranks that never come.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -62,8 +62,12 @@ def check_data(prefix: str, vocabulary: int | None, cache: str | None) -> None:
         cache: ``--data-cache-path``; beside the data, if not given.
 
     Raises:
-        ConfigError: the index is damaged, or an id is outside the vocabulary; says which file and document.
+        ConfigError: a file is missing, the index is damaged, or an id is outside the vocabulary; says which file
+            and document.
     """
+    missing = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if not Path(name).is_file()]
+    if missing:
+        raise ConfigError(f"no data at {prefix}: {' and '.join(missing)} missing")
     path = Path(f"{prefix}.bin")
     status = path.stat()
     idx = read_idx(f"{prefix}.idx", status.st_size)

@@ -197,23 +197,22 @@ def is_rounding(ours: float, theirs: float) -> bool:
 
 
 def failure(report: str) -> Outcome:
-    """Returns the outcome of a failed case, with the reason from its report in a line or two."""
-    for line in report.splitlines():
-        if REFUSAL.search(line):
-            return Outcome("refused", {}, why=_told(report, line))
+    """Returns the outcome of a failed case, with the reason from its report in a line or two.
+
+    It leaves out the line of the schedule that asked, which is a path on the machine of the check.
+    """
+    if refusal := refusal_of(report):
+        told = " ".join(refusal.split()).removeprefix("the schedule has a problem: - ")
+        return Outcome("refused", {}, why=_shortened(re.sub(r" asked for at: \S+", "", told)))
     errors = [line for line in report.splitlines() if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
     errors.sort(key=lambda line: "gloo" in line)  # of a rank that lost the one that failed
     return Outcome("failed", {}, why=_shortened((errors or report.splitlines() or ["no report"])[0]))
 
 
-def _told(report: str, line: str) -> str:
-    """Returns the message that begins at a line of a traceback, up to the output that follows it.
-
-    It leaves out the line of the schedule that asked, which is a path on the machine of the check.
-    """
-    rest = report[report.index(line) + len(line) :].split("\n    its output:")[0].split("\n--- rank")[0]
-    told = " ".join((REFUSAL.split(line, maxsplit=1)[1] + rest).split())
-    return _shortened(re.sub(r" asked for at: \S+", "", told.removeprefix("the schedule has a problem: - ")))
+def refusal_of(report: str) -> str:
+    """Returns the message of megasched's own error in a report of ranks, as it was written; empty without one."""
+    found = REFUSAL.search(report)
+    return report[found.end() :].split("\n    its output:")[0].split("\n--- rank")[0].strip() if found else ""
 
 
 def _shortened(text: str) -> str:

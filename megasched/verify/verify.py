@@ -18,7 +18,7 @@ from megasched.language.schedule_file import split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.locate.bisect import Call, bisect_records, write_without
-from megasched.verify.parity import failure
+from megasched.verify.parity import failure, refusal_of
 from megasched.verify.plain.runs import PlainError
 from megasched.verify.ranks.pool import RankError, RankPool
 from megasched.verify.report.verification import Verification
@@ -134,9 +134,9 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         judge = StepComparison(steps, schedule)
     except (RankError, PlainError) as error:
         outcome = failure(str(error))
-        found.verdict, found.why = outcome.verdict, outcome.why  # type: ignore[assignment]
+        found.verdict, found.why = outcome.verdict, refusal_of(str(error)) or outcome.why  # type: ignore[assignment]
         if outcome.verdict == "refused" and found.small:
-            found.why += f"; the copy has {found.layers} layers, --layers gives it more"
+            found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
         return
     found.notes += judge.notes
     found.checks, found.why, finding = judge.judge()

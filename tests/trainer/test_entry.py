@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from transformers import LlamaConfig
 
 from megasched.errors import ConfigError
-from megasched.trainer import entry
+from megasched.trainer import entry, run_failure
 from megasched.transformers_names import PrivateName
 from megasched.versions import TESTED, judge
 
@@ -170,8 +171,8 @@ raise ConfigError("only here")
 # So long rank 1 keeps to itself what rank 0 says: it says nothing if that one's end is its own.
 ALL_RANKS = """
 from megasched.errors import ConfigError
-from megasched.trainer import entry
-entry.GRACE_SECONDS = 3600
+from megasched.trainer import run_failure
+run_failure.GRACE_SECONDS = 3600
 raise ConfigError("everywhere")
 """
 
@@ -191,8 +192,10 @@ def test_ranks_end_together_with_one_message(
     done = run(path, "--model-schedule", "auto", "--hf-model", hf_model, ranks=2, code=NO_MEGATRON)
     assert done.returncode != 0
     assert out in done.stdout
-    assert done.stderr.count("megasched: error") == 1
-    assert message in done.stderr
+    assert len(re.findall("^megasched: error", done.stderr, re.MULTILINE)) == 1
+    # torchrun ends with what the rank has told it.
+    assert done.stderr.count("megasched: error") == 2
+    assert re.search(rf"  traceback : {message}\n=+\n$", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,12 @@ def test_ranks_end_together_with_one_message(
         ("import sys; sys.exit(3)", 3, ""),
         ("import sys; sys.exit('enough')", 1, "enough\n"),
         ("import sys; sys.exit()", 0, ""),
-        ("raise ValueError('odd')", 1, "ValueError: odd"),
+        (
+            "raise ValueError('odd')",
+            1,
+            "ValueError: odd\nmegasched: the run failed: ValueError: odd\n    at: {path}:1\n"
+            "        raise ValueError('odd')\n",
+        ),
         # A thread that nobody joins must not keep a failed process.
         (
             "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); assert False",
@@ -211,20 +219,21 @@ def test_ranks_end_together_with_one_message(
     ],
 )
 def test_what_the_script_ends_with(tmp_path: Path, hf_model: str, text: str, status: int, stderr: str) -> None:
-    done = run(script(tmp_path, text), "--model-schedule", "auto", "--hf-model", hf_model, code=NO_MEGATRON)
+    path = script(tmp_path, text)
+    done = run(path, "--model-schedule", "auto", "--hf-model", hf_model, code=NO_MEGATRON)
     assert done.returncode == status
-    assert stderr in done.stderr
+    assert stderr.format(path=path) in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds"),
+    ("words", "waits"),
     [
-        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21633", [entry.GRACE_SECONDS]),
-        ("NCCL error: remote process exited or there was a network error", [entry.GRACE_SECONDS]),
-        ("connection to the database closed", []),
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21633", True),
+        ("NCCL error: remote process exited or there was a network error", True),
+        ("connection to the database closed", False),
     ],
 )
-def test_a_rank_whose_peer_has_gone_leaves_the_status_to_it(monkeypatch, words: str, seconds: list[float]) -> None:
+def test_a_rank_whose_peer_has_gone_leaves_the_status_to_it(monkeypatch, words: str, waits: bool) -> None:
     """The launcher looks every 0.1 s; of two ranks that it finds ended it may take either for the first."""
     slept: list[float] = []
 
@@ -232,11 +241,11 @@ def test_a_rank_whose_peer_has_gone_leaves_the_status_to_it(monkeypatch, words: 
         raise RuntimeError(words)
 
     monkeypatch.setattr(entry, "_run", fail)
-    monkeypatch.setattr(entry.time, "sleep", slept.append)
-    monkeypatch.setattr(entry, "_end", sys.exit)
+    monkeypatch.setattr(run_failure.time, "sleep", slept.append)
+    monkeypatch.setattr(run_failure, "end", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         entry.run_script("pretrain_gpt.py", [])
-    assert slept == seconds
+    assert slept == [run_failure.GRACE_SECONDS] * waits
 
 
 # ---- what the script finds --------------------------------------------------------------------------

@@ -187,8 +187,10 @@ def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path)
     folder = save("llama", tmp_path)
     found = verify_schedule(str(schedule), folder, ParallelDims(), ranks=ranks)
     assert found.verdict == "refused"
+    assert found.why.startswith("the schedule has a problem:\n  - ")
     assert "model.layers.9.mlp" in found.why
-    assert "--layers" in found.why
+    assert f"\n    asked for at: {schedule}:2" in found.why
+    assert found.notes[-1] == "the copy has 4 layers; --layers gives it more"
     assert verify_schedule(str(schedule), folder, ParallelDims(), layers=10, ranks=ranks).verdict == "equal"
 
 

@@ -1,8 +1,16 @@
-"""Reads the command line of a run, Megatron's flags and megasched's, with short errors and a help that prints."""
+"""Reads the command line of a run, with a help that prints, and errors that say what is wrong and nothing else.
+
+Megatron's parser answers a misspelt flag with the usage of all, and flags that contradict each other with an
+assertion, mostly without a word.
+"""
 
 from __future__ import annotations
 
 import argparse
+import linecache
+import re
+import textwrap
+import traceback
 from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -13,6 +21,9 @@ from megasched.errors import ConfigError
 USAGE = "megasched %(prog)s --model-schedule FILE --hf-model DIR <flags>"
 # Of the flags that there are, so many are named beside one that there is not, and so alike they must be to it.
 NEAREST, ALIKE = 3, 0.8
+# Megatron's function that compares flags with each other; of most rules the text is the code alone.
+_JUDGE = "validate_args"
+_READ = re.compile(r"\bargs\.(\w+)")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -62,3 +73,43 @@ class FlagParser(argparse.ArgumentParser):
             except (ValueError, TypeError, KeyError):
                 action.help = str(action.help).replace("%", "%%")
         return super().format_help()
+
+
+def broken_rule(error: Exception) -> str:
+    """Returns which rule is broken, where it stands and which flags it is about; empty for another error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.name != _JUDGE or last.lineno is None:
+        return ""
+    code = _rule(last.filename, last.lineno, last.end_lineno or last.lineno)
+    flags = _flags(code)
+    return "\n    ".join(
+        [
+            f"Megatron refuses these flags{f': {error}' if str(error) else ''}",
+            f"rule: {last.filename}:{last.lineno}",
+            *(f"    {line}" for line in code if not str(error)),
+            *([f"remedy: change one of {', '.join(flags)}"] if flags else []),
+        ]
+    )
+
+
+def _rule(file: str, first: int, last: int) -> list[str]:
+    """Returns a statement, and before it the condition under which it runs, where it stands in one."""
+    lines = [linecache.getline(file, number).rstrip() for number in range(first, last + 1)]
+    indent = _indent(lines[0])
+    above = (linecache.getline(file, number).rstrip() for number in range(first - 1, 0, -1))
+    outer = next((line for line in above if line and _indent(line) < indent), "")
+    conditions = [outer] if outer.lstrip().startswith(("if ", "elif ")) else []
+    return textwrap.dedent("\n".join([*conditions, *lines])).splitlines()
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _flags(code: list[str]) -> list[str]:
+    """Returns the flags of which the code reads the values, in its order."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
+    spelled = {action.dest: action.option_strings[0] for action in reversed(actions) if action.option_strings}
+    return [spelled[name] for name in dict.fromkeys(_READ.findall("\n".join(code))) if name in spelled]

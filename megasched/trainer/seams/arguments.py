@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from megasched.attributes import Undo, resolve, set_attribute
+from megasched.errors import ConfigError
 from megasched.patches.registry import Patch
 from megasched.trainer.flags.arguments import (
     apply_derived,
@@ -16,6 +17,7 @@ from megasched.trainer.flags.arguments import (
     flag_parser,
 )
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, flag_class
+from megasched.trainer.flags.flag_parser import broken_rule
 from megasched.trainer.flags.rehearsal import SWITCHES, rehearsal_mode
 
 _PARSE = "megatron.training.arguments:parse_args"
@@ -70,12 +72,17 @@ def _of_user(given: dict[str, GivenFlag], of_megatron: set[str]) -> dict[str, Gi
     }
 
 
-def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
+def _with_checks(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
     @wraps(parse_and_validate_args)
     def patched(*positional: Any, **named: Any) -> Namespace:
         from megatron.training.global_vars import get_tokenizer
 
-        args = parse_and_validate_args(*positional, **named)
+        try:
+            args = parse_and_validate_args(*positional, **named)
+        except Exception as error:
+            if rule := broken_rule(error):
+                raise ConfigError(rule) from error
+            raise
         if args.model_schedule is not None:
             check_tokenizer(args, get_tokenizer())
         return args
@@ -86,7 +93,7 @@ def _with_tokenizer_check(parse_and_validate_args: Callable[..., Namespace]) -> 
 def _change() -> list[Undo]:
     return [
         set_attribute(_PARSE, _with_schedule(resolve(_PARSE)), rebind=("megatron",)),
-        set_attribute(_VALIDATE, _with_tokenizer_check(resolve(_VALIDATE)), rebind=("megatron",)),
+        set_attribute(_VALIDATE, _with_checks(resolve(_VALIDATE)), rebind=("megatron",)),
     ]
 
 

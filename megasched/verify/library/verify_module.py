@@ -23,7 +23,7 @@ from megasched.lowering.build import create_schedule
 from megasched.verify.library.module_comparison import HALVES, ModuleComparison
 from megasched.verify.library.module_step import Example, own_loss
 from megasched.verify.locate.bisect import Call, bisect_records
-from megasched.verify.parity import failure
+from megasched.verify.parity import failure, refusal_of
 from megasched.verify.ranks.pool import RankError, RankPool, init_megatron
 from megasched.verify.report.verification import Verification
 
@@ -202,5 +202,5 @@ def _in_ranks(pool: RankPool, packed: bytes, found: Verification, timeout: float
         found = pool.run(found.layout.world_size, verify_packed, packed, timeout=timeout)[0]
     except RankError as error:
         outcome = failure(str(error))
-        found.verdict, found.why = outcome.verdict, outcome.why  # type: ignore[assignment]
+        found.verdict, found.why = outcome.verdict, refusal_of(str(error)) or outcome.why  # type: ignore[assignment]
     return found

@@ -1,9 +1,12 @@
 """Which of several failed ranks gives a host its status."""
 
-import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+import json
 
-from megasched.launch.torchrun.node import first_failure
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megasched.launch.torchrun.node import first_failure, last_words
+from megasched.trainer import run_failure
 
 
 def failure(rank, status, timestamp):
@@ -31,3 +34,15 @@ def test_of_equal_ones_the_first_counts():
     assert first_failure([late, early]) is early
     late, early = failure(0, -9, 51), failure(1, 2, 50)
     assert first_failure([late, early]) is early
+
+
+def test_the_last_words_are_those_of_the_rank(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(run_failure.ERROR_FILE, str(path))
+    monkeypatch.setattr(run_failure, "end", lambda status: None)
+    run_failure.end_with_error(run_failure.MegaschedError("no such file"))
+    assert json.loads(path.read_text())["message"]["message"] == "megasched: error: no such file"
+    refused, lost = ProcessFailure(0, 100, 2, str(path)), failure(1, 1, 50)
+    error = ChildFailedError("megasched", {0: refused, 1: lost})
+    assert last_words(refused, error) == "megasched: error: no such file"
+    assert last_words(lost, error) == str(error)

@@ -120,6 +120,14 @@ def test_what_no_restart_mends_is_not_restarted(bench, status):
     assert "a restart mends neither" in bench.said[-1]
 
 
+@pytest.mark.parametrize("names", [(), ("a", "b")], ids=["here", "hosts"])
+def test_the_error_of_a_rank_is_the_last_that_is_said(bench, names):
+    body = "echo a warning; echo 'megasched: error: no such file'; echo '    remedy: another'; exit 2\n"
+    assert bench.run(bench.job(body, *names)) == 2
+    assert bench.said[-1] == "megasched: error: no such file\n    remedy: another"
+    assert "a restart mends neither" in bench.said[-2]
+
+
 def test_one_that_fails_ends_all_and_all_are_started_again(bench):
     first = "if ((node == 1)); then until_stays 0; exit 3; fi\ntrap 'echo told to end; exit 1' TERM\nstay\n"
     job = bench.job(f"if ((number == 1)); then\n{first}fi\n", "a", "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 
@@ -141,3 +142,19 @@ def test_a_wrong_flag_is_one_message(monkeypatch: pytest.MonkeyPatch, flags: str
     with pytest.raises(ConfigError) as caught:
         parse(monkeypatch, *flags.split())
     assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_rule_of_megatrons_is_told_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron asserts it without a word."""
+    sizes = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --max-position-embeddings 40 --vocab-size 9"
+    with pytest.raises(ConfigError) as caught:
+        parse(monkeypatch, *sizes.split(), *RUN.split(), "--bf16", "--fp16")
+    message = str(caught.value)
+    assert re.sub("rule: .*megatron/training/arguments.py:[0-9]+", "rule: FILE:LINE", message) == (
+        "Megatron refuses these flags\n"
+        "    rule: FILE:LINE\n"
+        "        if args.fp16:\n"
+        "            assert not args.bf16\n"
+        "    remedy: change one of --fp16, --bf16"
+    )
