@@ -1,8 +1,10 @@
-"""Speeds up the import of large packages."""
+"""Imports large packages quickly and quietly."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +22,17 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Runs its body without what Megatron and torch say of missing kernels; ``megasched doctor`` has that."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

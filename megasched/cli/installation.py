@@ -11,12 +11,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megasched.errors import ConfigError
-from megasched.trainer.entry import find_megatron
+from megasched.trainer.entry import WITHOUT_TE, find_megatron
 from megasched.versions import TESTED, judge
 
 # Optional package -> what a run does without it. Every package of the extras below has its line here.
 COSTS = {
-    "transformer-engine": "torch's attention and Adam instead of its fused kernels",
+    "transformer-engine": WITHOUT_TE,
     "matplotlib": "megasched quickstart can't draw its loss curve",
     "tokenizers": "megasched quickstart can't write its tokenizer",
 }

@@ -20,12 +20,13 @@ from megasched import __version__
 from megasched.cli.check.commands import archs, new_adapter, verify
 from megasched.cli.launch import launch
 from megasched.cli.options import Json
-from megasched.cli.output import print_found, quiet_imports
+from megasched.cli.output import print_found
 from megasched.cli.search.commands import plan, tune
 from megasched.cli.show.commands import explain, primitives, show
 from megasched.cli.status import status
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
+from megasched.imports import quiet_imports
 from megasched.json_output import json_only
 from megasched.reading.files import printable
 

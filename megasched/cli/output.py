@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -40,20 +37,6 @@ def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_j
         print_json(found.to_dict())
     else:
         view(found, report_console())
-
-
-@contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Runs its body without Megatron's and torch's warnings on missing kernels; ``megasched doctor`` has them."""
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def format_count(count: int) -> str:

@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from megasched.cli.options import Json, Objective, TrustRemoteCode
-from megasched.cli.output import format_bytes, format_count, print_found, quiet_imports
+from megasched.cli.output import format_bytes, format_count, print_found
 from megasched.errors import ConfigError
+from megasched.imports import quiet_imports
 from megasched.json_output import json_only
 from megasched.weights.progress import transfer
 

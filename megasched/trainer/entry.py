@@ -24,7 +24,7 @@ from pathlib import Path
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
-from megasched.imports import without_collections
+from megasched.imports import quiet_imports, without_collections
 from megasched.language.schedule_file import split_file
 from megasched.parent_process import end_with_parent
 from megasched.trace.run_trace import check_trace_file
@@ -37,6 +37,16 @@ from megasched.versions import TESTED, warning_of
 
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
+# Modules that scripts import, and that warn of missing kernels as they are.
+LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
+# Warnings of no use in a run: a flag comes before the script's default, one process is rank 0, and more is imported
+# than is used.
+OF_NO_USE = (
+    "Overriding default arguments for",
+    "Could not determine rank from torch.distributed",
+    "MimoModelConfig is experimental",
+)
 
 
 @dataclass(frozen=True)
@@ -185,9 +195,23 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
     megatron = find_megatron()
     _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
     check_versions(megatron, allow_unverified=allow_unverified)
-    with without_collections():
+    if not mode and importlib.util.find_spec("transformer_engine") is None:
+        _say(f"megasched: Transformer Engine is not installed: {WITHOUT_TE}")
+    quiet_run()
+    with without_collections(), quiet_imports():
         apply_patches(mode)
         set_builder()
+        importlib.import_module("megatron.training")
+        for name in LAYER_SPECS:
+            importlib.import_module(f"megatron.core.models.gpt.{name}")
+
+
+def quiet_run() -> None:
+    """Drops the warnings of which whoever starts a run can make no use; Megatron's log stays as it is."""
+    for words in OF_NO_USE:
+        warnings.filterwarnings("ignore", words)
+    # What torch will rename is called by Megatron, or by torch itself.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
 
 
 def put_first(folder: Path) -> None:

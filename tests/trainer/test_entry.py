@@ -288,7 +288,7 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
         "--lr 0.25 --vocab-size 300 --seq-length 32 --micro-batch-size 1 --train-iters 1 --mock-data "
         "--transformer-impl transformer_engine"
     )
-    done = run(path, *flags.split(), cwd=elsewhere)
+    done = run(path, *flags.split(), cwd=elsewhere, PYTHONWARNINGS="")
     assert done.returncode == 0, done.stderr
     found = next(line for line in done.stdout.splitlines() if line.startswith("found "))
     assert json.loads(found.removeprefix("found ")) == {
@@ -309,6 +309,7 @@ def test_an_unmodified_script_in_a_rehearsal(tmp_path: Path, hf_model: str) -> N
     assert "--transformer-impl transformer_engine -> --transformer-impl local" in done.stderr
     assert "stays as it will run on the cluster" in done.stderr
     assert f"megasched: megatron-core {entry.find_megatron().version}" in done.stderr
+    assert "Warning" not in done.stderr + done.stdout
 
 
 def test_a_rehearsal_refuses_what_the_cluster_would(tmp_path: Path, hf_model: str) -> None:

@@ -23,8 +23,9 @@ from megasched.cli.options import (
     Vp,
     layout_of,
 )
-from megasched.cli.output import print_found, quiet_imports, report_console
+from megasched.cli.output import print_found, report_console
 from megasched.definition.objectives import find_objective
+from megasched.imports import quiet_imports
 from megasched.json_output import json_only, print_json
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from megasched.cli.options import HfModel, HfOverride, Json, TrustRemoteCode
-from megasched.cli.output import quiet_imports
 from megasched.errors import ConfigError
+from megasched.imports import quiet_imports
 
 
 def _calibrate(context: typer.Context, path: Path | None) -> None:

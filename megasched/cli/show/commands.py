@@ -22,12 +22,13 @@ from megasched.cli.options import (
     Vp,
     layout_of,
 )
-from megasched.cli.output import print_found, quiet_imports, report_console
+from megasched.cli.output import print_found, report_console
 from megasched.cli.show.primitives import (
     describe_primitive,
     describe_primitives,
     print_primitives,
 )
+from megasched.imports import quiet_imports
 from megasched.json_output import json_only, print_json
 from megasched.language.parallel_dims import Fp8
 

@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 from megasched.attributes import Undo, resolve, set_attribute
@@ -45,6 +46,8 @@ def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namesp
             return parsers[-1]
 
         args = parse_args(provider, ignore_unknown_args)
+        if find_spec("one_logger") is None:  # NVIDIA's own, which Megatron asks each run for
+            args.enable_one_logger = False
         given = explicit_flags(parsers[-1], sys.argv[1:])
         if "model_schedule" in given:
             argv, parsed = tuple(sys.argv[1:]), dict(vars(args))
