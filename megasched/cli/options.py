@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.schedule_file import check_schedule
+from megasched.reading.hf_source import check_hf_model
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
@@ -28,6 +30,17 @@ Objective = Annotated[
     str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+def check_named(hf_model: str, *schedules: str | None) -> None:
+    """Checks that what a command names is there, before it imports what takes seconds.
+
+    Raises:
+        ConfigError, ScheduleError: no such file or folder, or a schedule file that is no Python.
+    """
+    for schedule in filter(None, schedules):
+        check_schedule(schedule)
+    check_hf_model(hf_model)
 
 
 def layout_of(

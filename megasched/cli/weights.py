@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasched.cli.options import Json, Objective, TrustRemoteCode
+from megasched.cli.options import Json, Objective, TrustRemoteCode, check_named
 from megasched.cli.output import format_bytes, format_count, print_found
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports
@@ -46,6 +46,7 @@ def import_(
     One process, whatever the size; no GPU. A run with `--load CKPT` begins with these weights, at iteration 0 and
     at any layout.
     """
+    check_named(hf_model)
     with quiet_imports(), json_only(as_json):
         from megasched.weights.importing import import_weights
 

@@ -18,6 +18,7 @@ from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.definition.overrides import with_overrides
 from megasched.errors import ConfigError, MegaschedError
+from megasched.reading.hf_source import check_hf_model
 from megasched.versions import warning_of
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def load_config(
     there, is_folder = os.path.lexists(path), os.path.isdir(path)
     if is_folder and not os.path.lexists(path / "config.json"):
         raise ConfigError(f"--hf-model {hf_model}: the folder has no config.json")
-    if not there and (str(hf_model).startswith((".", "/", "~")) or str(hf_model).endswith(".json")):
-        raise ConfigError(f"--hf-model {hf_model}: no such file or folder")
+    check_hf_model(str(hf_model))
     if there:
         refuse_odd_config(path / "config.json" if is_folder else path)
     try:

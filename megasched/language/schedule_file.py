@@ -17,15 +17,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 from megasched.errors import ConfigError, Problem, ScheduleError
-from megasched.language.parallel_dims import ParallelDims
-from megasched.language.schedule import Schedule
 from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.reading.forms import unsound_text
 from megasched.reading.json_file import NoJson, parse_json
+
+if TYPE_CHECKING:
+    from megasched.language.parallel_dims import ParallelDims
+    from megasched.language.schedule import Schedule
 
 GROUP = "megasched.schedules"
 AUTO = "auto"  # the schedule by roles, which megasched itself registers
@@ -64,6 +66,31 @@ def find_schedule(name: str) -> ScheduleFunction:
     function = _find(chosen) if file is None else _from_file(file, chosen)
     head = ":".join(filter(None, [str(file or ""), chosen]))
     return _with_options(function, head, options) if options else function
+
+
+def check_schedule(name: str) -> None:
+    """Checks that a schedule's file is there and is Python, and runs nothing of it.
+
+    Raises:
+        ConfigError: there is no such file.
+        ScheduleError: it has a syntax error; names the line.
+    """
+    file, rest = split_file(name)
+    if file is None and len(Path(rest).parts) > 1:
+        file = Path(rest)
+    if file is not None:
+        if not os.path.lexists(file):
+            raise ConfigError(f"--model-schedule {name}: no such file")
+        _compile(file)
+
+
+def _compile(path: Path) -> CodeType:
+    text = read_bytes(path, SCHEDULE.named_by("--model-schedule"))
+    try:
+        return compile(text, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        what = f"the schedule file has a syntax error: {error.msg}"
+        raise ScheduleError(Problem(what, source=f"{path}:{error.lineno or 1}")) from error
 
 
 def split_file(name: str) -> tuple[Path | None, str]:
@@ -193,16 +220,12 @@ def _from_file(path: Path, chosen: str) -> ScheduleFunction:
 
 def _import(path: Path) -> ModuleType:
     """Runs the file as a module named after it; a failure names the line in the file."""
-    text = read_bytes(path, SCHEDULE.named_by("--model-schedule"))
+    code = _compile(path)
     module = ModuleType(f"megasched_schedule_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up there
     try:
-        code = compile(text, str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # the user's own file, named on the command line
-    except SyntaxError as error:
-        what = f"the schedule file has a syntax error: {error.msg}"
-        raise ScheduleError(Problem(what, source=f"{path}:{error.lineno or 1}")) from error
     except ScheduleError:
         raise
     except Exception as error:

@@ -25,23 +25,25 @@ from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports, without_collections
-from megasched.language.schedule_file import split_file
+from megasched.language.schedule_file import check_schedule
 from megasched.parent_process import end_with_parent
+from megasched.reading.hf_source import check_hf_model
 from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import run_failure, seams
-from megasched.trainer.flags.arguments import AUTO_SCHEDULE, add_megasched_arguments, refuse_unsupported
+from megasched.trainer.flags.arguments import add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
 from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
 
 # torchrun sets it for its ranks; Slurm ends its own.
+DATA_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path")
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
-# Warnings of no use in a run: a flag comes before the script's default, one process is rank 0, and more is imported
-# than is used.
+# Warnings of no use in a run: a flag comes before the script's default, one process is rank 0, and Megatron
+# imports more than it uses.
 OF_NO_USE = (
     "Overriding default arguments for",
     "Could not determine rank from torch.distributed",
@@ -96,6 +98,8 @@ def _run(script: str, argv: list[str]) -> None:
     own = megasched_flags(argv)
     if not {"-h", "--help"}.intersection(argv):
         check_inputs(script, own)
+        if run_failure.rank_of("RANK", "SLURM_PROCID") == 0:  # which reads data, wherever others do
+            check_data_paths(argv)
     mode = rehearsal_mode(argv)
     flags = rehearsal_flags(argv)
     if mode:
@@ -143,25 +147,43 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: no schedule, no model, or a path that is not there.
+        ScheduleError: the schedule file has a syntax error.
     """
     if not own.model_schedule:
         raise ConfigError(
             f"{script}: there is no --model-schedule. Pass `--model-schedule auto` for the schedule that "
             f"megasched derives, or run the script itself (python {script} ...) for plain Megatron"
         )
-    schedule, rest = split_file(own.model_schedule)
-    if schedule is None and len(Path(rest).parts) > 1:
-        schedule = Path(rest)
-    if own.model_schedule != AUTO_SCHEDULE and schedule is not None and not schedule.is_file():
-        raise ConfigError(f"--model-schedule {own.model_schedule}: no such file")
+    check_schedule(own.model_schedule)
     if not own.hf_model:
         raise ConfigError(
             "--model-schedule needs --hf-model: the folder of the Hugging Face model that the schedule is for"
         )
-    if own.hf_model.startswith((".", "/", "~")) and not Path(own.hf_model).exists():
-        raise ConfigError(f"--hf-model {own.hf_model}: no such file or folder")
+    check_hf_model(own.hf_model)
     if own.megasched_trace is not None:
         check_trace_file(own.megasched_trace)
+
+
+def check_data_paths(argv: Sequence[str]) -> None:
+    """Checks that there is something at each path to data, before anything heavy is imported.
+
+    Raises:
+        ConfigError: with all that are missing.
+    """
+    paths: list[str] = []
+    flag = ""
+    for word in argv:
+        flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "=", word)
+        paths += [f"{flag} {value}"] if equals and flag in DATA_PATHS else []
+    missing = [path for path in paths if not _has_data(path.partition(" ")[2])]
+    if missing:
+        raise ConfigError("\n".join(f"{path}: no data: no such file or folder, and no .bin" for path in missing))
+
+
+def _has_data(path: str) -> bool:
+    """Returns whether a word after a flag of data is a weight of a blend, or something lies where it points."""
+    weight = path.replace(".", "", 1).isdecimal()
+    return weight or "://" in path or os.path.exists(path) or os.path.exists(f"{path}.bin")
 
 
 # ---- the process ------------------------------------------------------------------------------------

@@ -28,11 +28,30 @@ def fresh(*argv):
     )
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["primitives"], ["show", "--help"], ["nonsense"]])
-def test_light_commands_import_nothing_heavy(argv):
+JOB = ("--gpus", "8", "--seq-length", "8", "--global-batch-size", "8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["primitives"], 0),
+        (["show", "--help"], 0),
+        (["nonsense"], 2),
+        (["show", "auto", "--hf-model", "./absent"], 1),
+        (["explain", "absent.py", "--hf-model", "."], 1),
+        (["verify", "absent.py", "--hf-model", "."], 1),
+        (["new-adapter", "--hf-model", "some/where/else"], 1),
+        (["import", "--hf-model", "absent", "--save", "ckpt"], 1),
+        (["plan", "--hf-model", ".", "--gpu", "h999", *JOB], 1),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_light_commands_and_trivial_errors_import_nothing_heavy(argv, status):
     done = fresh(*argv)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert done.returncode == (2 if argv == ["nonsense"] else 0)
+    assert done.returncode == status
 
 
 def test_help_is_quick():

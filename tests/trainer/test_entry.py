@@ -108,6 +108,31 @@ def script(folder: Path, text: str) -> str:
         ),
         (
             "pretrain.py",
+            "--model-schedule auto --hf-model some/where/else",
+            "--hf-model some/where/else: no such file or folder",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model hf/absent",
+            "--hf-model hf/absent: no such file or folder",  # no hub id: there is a folder hf
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model megasched/absent",
+            "--hf-model megasched/absent: there is no such folder; as a hub id, it is not in",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule odd.py --hf-model {hf}",
+            "the schedule file has a syntax error: expected ':'\n    asked for at: odd.py:1",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model {hf} --data-path 0.3 absent 0.7 hf --train-data-path=s3://bucket/x",
+            "--data-path absent: no data: no such file or folder, and no .bin\n",
+        ),
+        (
+            "pretrain.py",
             "--hf-model {hf} --model-schedule",
             "argument --model-schedule: expected one argument",
         ),
@@ -118,11 +143,12 @@ def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flag
     script(tmp_path, "raise SystemExit('the script must not run')")
     for heavy in ("torch", "transformers", "megatron"):
         (tmp_path / f"{heavy}.py").write_text("raise SystemExit(f'{__name__} must not be imported')")
-    done = run(name, *flags.format(hf=hf_model).split(), cwd=tmp_path)
+    (tmp_path / "odd.py").write_text("def schedule(sch, layout)\n    pass\n")
+    done = run(name, *flags.format(hf=hf_model).split(), cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     assert done.stderr.startswith("megasched: error: ")
     assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == (3 if "syntax" in message else 1)
 
 
 def test_traceback_when_asked_for(tmp_path: Path) -> None:
@@ -139,7 +165,7 @@ def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
 
 
 def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path: Path) -> None:
-    given = {"hf_model": "org/model", "megasched_trace": None}
+    given = {"hf_model": str(tmp_path), "megasched_trace": None}
     entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", **given))
     several = tmp_path / "several.py"
     several.touch()

@@ -21,6 +21,7 @@ from megasched.cli.options import (
     Tp,
     TrustRemoteCode,
     Vp,
+    check_named,
     layout_of,
 )
 from megasched.cli.output import print_found, report_console
@@ -56,6 +57,7 @@ def verify(
     random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
     compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
+    check_named(hf_model, schedule)
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with quiet_imports():
         from megasched.verify.report.verification import print_verification
@@ -95,6 +97,7 @@ def new_adapter(
     The copy has random weights; it runs one step of Megatron's trainer at TP2, TP2 with SP, and PP2, and is
     compared with the plain Hugging Face model. The exit status is 0 when all are equal, or nothing was checked.
     """
+    check_named(hf_model)
     with quiet_imports():
         from megasched.cli.check.new_adapter import print_new_adapter
         from megasched.verify.new_adapter import new_adapter as proposing

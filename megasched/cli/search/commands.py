@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from megasched.cli.options import HfModel, HfOverride, Json, TrustRemoteCode
+from megasched.cli.options import HfModel, HfOverride, Json, TrustRemoteCode, check_named
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports
+from megasched.planner.hardware.hardware import load_hardware
 
 
 def _calibrate(context: typer.Context, path: Path | None) -> None:
@@ -66,6 +67,8 @@ def plan(
 
     Exit status 1 if none fits.
     """
+    check_named(hf_model, schedule)
+    load_hardware(gpu)
     with quiet_imports():
         from megasched.cli.search.plan import plan_command
 

@@ -20,6 +20,7 @@ from megasched.cli.options import (
     Tp,
     TrustRemoteCode,
     Vp,
+    check_named,
     layout_of,
 )
 from megasched.cli.output import print_found, report_console
@@ -111,6 +112,7 @@ def show(
         raise typer.BadParameter("--trace and --global-batch-size are for --html")
     if html is not None and (as_json or diff is not None):
         raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
+    check_named(hf_model, schedule, diff)
     fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
     with quiet_imports():
@@ -160,6 +162,7 @@ def explain(
 
     No GPU, no process group and no weights are needed.
     """
+    check_named(hf_model, schedule)
     layout = layout_of(tp, sp, pp, cp, ep)
     with quiet_imports():
         from megasched.cli.show.explain import explain_schedule, print_explanation
