@@ -189,7 +189,7 @@ def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> l
     resume = ["bash", str(train), "--load", str(run_folder / "checkpoints"), "--train-iters", str(iters + 50)]
     # The learning rate's course is as long as the run, and Megatron asks whether a longer one is meant.
     resume += ["--override-opt-param-scheduler", *run_plan.other_layout_flags(plan)]
-    show = [*(sys.executable, "-m", "megasched", "show", schedule), *("--hf-model", str(model))]
+    show = [*(sys.executable, "-m", "megasched", "show", "--model-schedule", schedule), *("--hf-model", str(model))]
     return [
         ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),
         ("what the schedule does to the model", shlex.join(show)),

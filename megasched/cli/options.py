@@ -11,6 +11,14 @@ from megasched.language.schedule_file import check_schedule
 from megasched.reading.hf_source import check_hf_model
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
+ModelSchedule = Annotated[
+    str,
+    typer.Option(
+        "--model-schedule",
+        metavar="NAME",
+        help="As for a run: `auto`, a schedule file, FILE:name, or the name of a registered schedule.",
+    ),
+]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
 Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
 Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]

@@ -21,7 +21,19 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     asked = {}
     monkeypatch.setattr("megasched.verify.verify.verify_schedule", lambda *given, **o: asked.update(o) or found)
     file = tmp_path / "certificate.json"
-    words = ("verify", "auto", "--hf-model", llama, "--tp", "2", "--layers", "6", "--certificate", file)
+    words = (
+        "verify",
+        "--model-schedule",
+        "auto",
+        "--hf-model",
+        llama,
+        "--tp",
+        "2",
+        "--layers",
+        "6",
+        "--certificate",
+        file,
+    )
     status, out, _ = run(*words)
     assert (status, asked["layers"]) == (1, 6)
     assert "where it goes wrong first: forward, model.norm" in out

@@ -83,7 +83,17 @@ def test_why_an_output_is_gathered_is_said_with_the_line_of_the_code(tmp_path, c
     folder = tiny.save("llama", tmp_path)
     file = tmp_path / "mine.py"
     file.write_text('def schedule(sch, layout):\n    sch["**.up_proj"].shard("weight", axis=0)\n')
-    command = ["explain", str(file), "--hf-model", folder, "--tp", "2", "--parameter", "**.mlp.up_proj.weight"]
+    command = [
+        "explain",
+        "--model-schedule",
+        str(file),
+        "--hf-model",
+        folder,
+        "--tp",
+        "2",
+        "--parameter",
+        "**.mlp.up_proj.weight",
+    ]
     (decision,) = json.loads(printed(capsys, *command, "--json"))["decisions"]
     assert decision["parameter"] == "model.layers.0-3.mlp.up_proj.weight"
     code, first = inspect.getsourcelines(LlamaMLP.forward)
@@ -120,9 +130,11 @@ def test_what_context_parallelism_does_is_told(tmp_path, capsys):
         "queries meet the keys of all CP ranks: model.layers.1,3.self_attn",
         "run on whole sequences by each CP rank: model.layers.0,2.conv",
     )
-    said = printed(capsys, "explain", "auto", "--hf-model", str(tmp_path), "--tp", "1", "--cp", "2")
+    said = printed(
+        capsys, "explain", "--model-schedule", "auto", "--hf-model", str(tmp_path), "--tp", "1", "--cp", "2"
+    )
     assert "run on whole sequences by each CP rank: model.layers.0,2.conv" in said
-    said = printed(capsys, "show", "auto", "--hf-model", str(tmp_path), "--cp", "2")
+    said = printed(capsys, "show", "--model-schedule", "auto", "--hf-model", str(tmp_path), "--cp", "2")
     assert "whole sequences, on each of 2 CP ranks" in said
     assert "queries of a CP rank, keys and values of all 2" in said
 
@@ -131,6 +143,6 @@ def test_options_that_were_not_checked_are_told(tmp_path, capsys):
     folder = tiny.save("llama", tmp_path, attention_bias=True)
     told = explain_schedule("auto", folder, ParallelDims())
     assert "attention_bias=True" in told.unchecked_options
-    assert told.check == f"megasched verify auto --hf-model {folder}"
-    text = " ".join(printed(capsys, "explain", "auto", "--hf-model", folder).split())
+    assert told.check == f"megasched verify --model-schedule auto --hf-model {folder}"
+    text = " ".join(printed(capsys, "explain", "--model-schedule", "auto", "--hf-model", folder).split())
     assert "not checked with these options: attention_bias=True" in text

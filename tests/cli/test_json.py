@@ -28,13 +28,22 @@ TRAINED = line(1, 900.0, 5.6) + line(2, 700.0, 5.5)
 CASES = {
     "primitives": (["primitives"], {"primitives"}),
     "primitives NAME": (["primitives", "shard"], {"name", "aliases", "call", "summary", "documentation"}),
-    "show": (["show", "printing.py", "--hf-model", "llama"], {"layout", "modules", "stages", "records"}),
+    "show": (
+        ["show", "--model-schedule", "printing.py", "--hf-model", "llama"],
+        {"layout", "modules", "stages", "records"},
+    ),
     "show --diff": (
-        ["show", "printing.py", "--hf-model", "llama", "--diff", "auto", "--tp", "2"],
+        ["show", "--model-schedule", "printing.py", "--hf-model", "llama", "--diff", "auto", "--tp", "2"],
         {"first", "second", "calls_of_first", "calls_of_second", "changes", "stages", "same"},
     ),
-    "explain": (["explain", "printing.py", "--hf-model", "llama"], {"model", "layout", "decisions", "context"}),
-    "verify": (["verify", "printing.py", "--hf-model", "llama"], {"verdict", "right", "checks", "finding"}),
+    "explain": (
+        ["explain", "--model-schedule", "printing.py", "--hf-model", "llama"],
+        {"model", "layout", "decisions", "context"},
+    ),
+    "verify": (
+        ["verify", "--model-schedule", "printing.py", "--hf-model", "llama"],
+        {"verdict", "right", "checks", "finding"},
+    ),
     "new-adapter": (
         ["new-adapter", "--hf-model", "llama", "--no-check"],
         {"model", "source", "proposal", "still_open", "outcomes", "right", "output"},
@@ -159,10 +168,10 @@ def test_one_object_and_nothing_else(case, run):
     "words",
     [
         ["primitives", "shrad"],
-        ["show", "absent.py", "--hf-model", "llama"],
-        ["show", "auto", "--hf-model", "llama", "--diff", "absent.py"],
-        ["explain", "absent.py", "--hf-model", "llama"],
-        ["verify", "auto", "--hf-model", "empty"],
+        ["show", "--model-schedule", "absent.py", "--hf-model", "llama"],
+        ["show", "--model-schedule", "auto", "--hf-model", "llama", "--diff", "absent.py"],
+        ["explain", "--model-schedule", "absent.py", "--hf-model", "llama"],
+        ["verify", "--model-schedule", "auto", "--hf-model", "empty"],
         ["new-adapter", "--hf-model", "empty", "--no-check"],
         ["archs", "shrad"],
         ["plan", "--hf-model", "empty", "--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"],

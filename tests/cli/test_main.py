@@ -39,9 +39,9 @@ JOB = ("--gpus", "8", "--seq-length", "8", "--global-batch-size", "8")
         (["primitives"], 0),
         (["show", "--help"], 0),
         (["nonsense"], 2),
-        (["show", "auto", "--hf-model", "./absent"], 1),
-        (["explain", "absent.py", "--hf-model", "."], 1),
-        (["verify", "absent.py", "--hf-model", "."], 1),
+        (["show", "--model-schedule", "auto", "--hf-model", "./absent"], 1),
+        (["explain", "--model-schedule", "absent.py", "--hf-model", "."], 1),
+        (["verify", "--model-schedule", "absent.py", "--hf-model", "."], 1),
         (["new-adapter", "--hf-model", "some/where/else"], 1),
         (["import", "--hf-model", "absent", "--save", "ckpt"], 1),
         (["plan", "--hf-model", ".", "--gpu", "h999", *JOB], 1),
@@ -116,7 +116,9 @@ def test_an_unknown_primitive_suggests_others(run):
     assert "did you mean shard" in err
 
 
-@pytest.mark.parametrize("argv", [["nonsense"], ["show"], ["show", "auto"], ["show", "auto", "--tp", "two"]])
+@pytest.mark.parametrize(
+    "argv", [["nonsense"], ["show"], ["show", "auto", "--hf-model", "."], ["show", "--tp", "two"]]
+)
 def test_wrong_usage(argv, run):
     status, _, err = run(*argv)
     assert status == 2

@@ -26,7 +26,21 @@ def llama(tmp_path_factory):
 
 def test_show_as_json(run, schedule, llama):
     status, out, _ = run(
-        *("show", schedule, "--hf-model", llama, "--tp", 2, "--sp", "--pp", 2, "--vp", 2, "--json")
+        *(
+            "show",
+            "--model-schedule",
+            schedule,
+            "--hf-model",
+            llama,
+            "--tp",
+            2,
+            "--sp",
+            "--pp",
+            2,
+            "--vp",
+            2,
+            "--json",
+        )
     )
     found = json.loads(out)
     assert status == 0
@@ -43,7 +57,7 @@ def test_show_reads_megatrons_names_and_several_overrides(run, schedule, llama):
     flags = ["--tensor-model-parallel-size", 4, "--sequence-parallel", "--pipeline-model-parallel-size", 2]
     flags += ["--num-virtual-stages-per-pipeline-rank", 3]
     overrides = ["--hf-override", "num_hidden_layers=6", "vocab_size=100", "--json"]
-    status, out, _ = run("show", schedule, "--hf-model", llama, *flags, *overrides)
+    status, out, _ = run("show", "--model-schedule", schedule, "--hf-model", llama, *flags, *overrides)
     found = json.loads(out)
     assert status == 0
     assert len(found["stages"]) == 6
@@ -53,14 +67,16 @@ def test_show_reads_megatrons_names_and_several_overrides(run, schedule, llama):
 
 
 def test_an_override_before_the_schedule(run, schedule, llama):
-    status, out, _ = run("show", "--hf-override", "num_hidden_layers=2", schedule, "--hf-model", llama, "--json")
+    status, out, _ = run(
+        "show", "--hf-override", "num_hidden_layers=2", "--model-schedule", schedule, "--hf-model", llama, "--json"
+    )
     assert status == 0
     assert json.loads(out)["stages"][0]["stop"] == 2
 
 
 def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    status, out, _ = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    status, out, _ = run("show", "--model-schedule", schedule, "--hf-model", llama, "--tp", 2)
     assert status == 0
     assert "layers.0-3  ×4  LlamaDecoderLayer" in out
     assert "q_proj  Linear → ColumnParallelLinear  weight [32, 32] → [16, 32]  mysched.py:5" in out
@@ -68,7 +84,7 @@ def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypa
 
 
 def test_show_diff_as_json_and_as_a_page(run, schedule, llama):
-    words = ("show", "auto", "--hf-model", llama, "--tp", 2, "--diff", schedule)
+    words = ("show", "--model-schedule", "auto", "--hf-model", llama, "--tp", 2, "--diff", schedule)
     status, out, _ = run(*words, "--json")
     assert (status, json.loads(out)["changes"]) == (0, [])
     status, out, _ = run(*words)
@@ -77,7 +93,7 @@ def test_show_diff_as_json_and_as_a_page(run, schedule, llama):
 
 def test_show_writes_a_page(run, schedule, llama, tmp_path):
     path = tmp_path / "page.html"
-    words = ("show", schedule, "--hf-model", llama, "--tp", 2, "--pp", 2, "--html", path)
+    words = ("show", "--model-schedule", schedule, "--hf-model", llama, "--tp", 2, "--pp", 2, "--html", path)
     assert run(*words, "--global-batch-size", 6)[:2] == (0, f"wrote {path}\n")
     text = path.read_text()
     assert "<dt>Micro-batches in a step</dt><dd>6</dd>" in text
@@ -89,7 +105,7 @@ def test_show_writes_a_page(run, schedule, llama, tmp_path):
 
 def test_records_are_saved(run, schedule, llama, tmp_path):
     path = tmp_path / "records.json"
-    assert run("show", schedule, "--hf-model", llama, "--records", path)[0] == 0
+    assert run("show", "--model-schedule", schedule, "--hf-model", llama, "--records", path)[0] == 0
     records = load_records(path)
     assert len(records) == 2 + 4 * 7
     assert str(records[0]) == "model.embed_tokens: shard(param='weight', axis=0)"
@@ -100,7 +116,7 @@ def test_an_invalid_schedule_is_reported_in_full(run, schedule, llama):
     schedule.write_text(
         SCHEDULE + '    sch["model.norm"].shard("weight", axis=3)\n    sch["lm_head"].annotate("x", "k", 1)\n'
     )
-    status, out, err = run("show", schedule, "--hf-model", llama, "--tp", 2)
+    status, out, err = run("show", "--model-schedule", schedule, "--hf-model", llama, "--tp", 2)
     assert (status, out) == (1, "")
     assert err.startswith("megasched: error: the schedule has 2 problems")
     assert f"asked for at: {schedule}:11" in err
@@ -110,7 +126,7 @@ def test_an_invalid_schedule_is_reported_in_full(run, schedule, llama):
 
 def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
     monkeypatch.setenv("MEGASCHED_TRACEBACK", "1")
-    status, _, err = run("show", "nowhere.py", "--hf-model", llama)
+    status, _, err = run("show", "--model-schedule", "nowhere.py", "--hf-model", llama)
     assert status == 1
     assert "Traceback" in err
     assert err.splitlines()[-1] == "megasched: error: --model-schedule nowhere.py: no such file"
@@ -130,6 +146,6 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
     ],
 )
 def test_flags_that_can_not_be_used(argv, words, run, schedule, llama):
-    status, _, err = run("show", schedule, "--hf-model", llama, *argv)
+    status, _, err = run("show", "--model-schedule", schedule, "--hf-model", llama, *argv)
     assert status == 1
     assert words in err

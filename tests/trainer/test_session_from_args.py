@@ -101,7 +101,9 @@ def test_options_that_were_not_checked_are_a_warning(tmp_path, capsys):
     begin_session(arguments(folder, tensor_model_parallel_size=4), {})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
     assert "attention_bias=True" in line
-    assert line.endswith(f"`megasched verify auto --hf-model {folder} --tensor-model-parallel-size 2`")
+    assert line.endswith(
+        f"`megasched verify --model-schedule auto --hf-model {folder} --tensor-model-parallel-size 2`"
+    )
 
 
 def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):

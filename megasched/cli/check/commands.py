@@ -15,6 +15,7 @@ from megasched.cli.options import (
     HfModel,
     HfOverride,
     Json,
+    ModelSchedule,
     Objective,
     Pp,
     Sp,
@@ -31,8 +32,8 @@ from megasched.json_output import json_only, print_json
 
 
 def verify(
-    schedule: Annotated[str, typer.Argument(help="As for `show`.")],
     hf_model: Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model.")],
+    schedule: ModelSchedule = "auto",
     tp: Tp = 1,
     sp: Sp = False,
     pp: Pp = 1,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megasched.cli.options import HfModel, HfOverride, Json, TrustRemoteCode, check_named
+from megasched.cli.options import HfModel, HfOverride, Json, ModelSchedule, TrustRemoteCode, check_named
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports
 from megasched.planner.hardware.hardware import load_hardware
@@ -39,7 +39,7 @@ def plan(
     gpu: Annotated[
         str, typer.Option(metavar="TYPE", is_eager=True, help="A known type, or a TOML file.")
     ] = "h100-80gb",
-    schedule: Annotated[str, typer.Option(help="As for `megasched show`.")] = "auto",
+    schedule: ModelSchedule = "auto",
     max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
     fp8_recipe: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")

@@ -14,6 +14,7 @@ from megasched.cli.options import (
     HfModel,
     HfOverride,
     Json,
+    ModelSchedule,
     Objective,
     Pp,
     Sp,
@@ -33,9 +34,6 @@ from megasched.imports import quiet_imports
 from megasched.json_output import json_only, print_json
 from megasched.language.parallel_dims import Fp8
 
-Schedule = Annotated[
-    str, typer.Argument(help="`auto`, a schedule file, FILE:name, or the name of a registered schedule.")
-]
 Fp8Recipe = Annotated[
     str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
 ]
@@ -81,8 +79,8 @@ def primitives(
 
 
 def show(
-    schedule: Schedule,
     hf_model: HfModel,
+    schedule: ModelSchedule = "auto",
     tp: Tp = 1,
     sp: Sp = False,
     pp: Pp = 1,
@@ -138,7 +136,7 @@ def show(
 
 def explain(
     hf_model: HfModel,
-    schedule: Annotated[str, typer.Argument(help="As for `show`.")] = "auto",
+    schedule: ModelSchedule = "auto",
     parameter: Annotated[
         str, typer.Option(metavar="GLOB", help="Explain these alone, e.g. `model.layers.0.**`; `**` is all.")
     ] = "**",

@@ -181,7 +181,8 @@ def verify_command(
     """
     sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
     small = {name: min(value, 2) for name, value in sizes.items()}
-    words = ["megasched", "verify", schedule, "--hf-model", hf_model, *replace(layout, **small).flags()]
+    words = ["megasched", "verify", "--model-schedule", schedule, "--hf-model", hf_model]
+    words += replace(layout, **small).flags()
     words += [] if objective is None else ["--objective", objective]
     for override in overrides:
         words += ["--hf-override", override]
