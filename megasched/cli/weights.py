@@ -152,8 +152,17 @@ def print_exported(found: Exported, console: Console) -> None:
     for count in found.absent:
         left = f"{count} in the config is 0 in the exported one: {found.architecture} has no such layers"
         console.print(escape(left), soft_wrap=True)
-    loader = "PeftModel.from_pretrained(model, " if found.adapter else f"{found.architecture}.from_pretrained("
-    console.print(f'{loader}"{escape(str(found.output))}") loads it', soft_wrap=True)
+    console.print(f"{escape(_loader(found))} loads it", soft_wrap=True)
+
+
+def _loader(found: Exported) -> str:
+    """Returns the line of Python that loads what was written."""
+    folder = f'"{found.output}"'
+    if found.adapter:
+        return f"PeftModel.from_pretrained(model, {folder})"
+    if found.auto_class:
+        return f"{found.auto_class}.from_pretrained({folder}, trust_remote_code=True)"
+    return f"{found.architecture}.from_pretrained({folder})"
 
 
 def print_inspection(found: Inspection, console: Console) -> None:

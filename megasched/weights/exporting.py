@@ -74,6 +74,8 @@ class Exported:
         tensors, bytes: of the weights.
         absent: counts of layers in the config that the class lacks, e.g. ``num_nextn_predict_layers = 1``;
             they are 0 in the exported config.
+        auto_class: class of transformers that loads the folder with ``trust_remote_code``, of a class that comes
+            with the model; empty for one of transformers' own.
     """
 
     checkpoint: Path
@@ -85,6 +87,7 @@ class Exported:
     bytes: int
     adapter: bool = False
     absent: tuple[str, ...] = ()
+    auto_class: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain data for JSON, with paths as text."""
@@ -144,7 +147,8 @@ def export_weights(
         with progress(size) as advance:
             write_weights(folder, outputs, max_shard_size, advance)
     found = _exported(checkpoint, target, type(definition).__name__, written, len(outputs), size)
-    return replace(found, absent=absent)
+    stock = type(definition).__module__.startswith("transformers.")
+    return replace(found, absent=absent, auto_class="" if stock else find_objective(trained_for).auto_class)
 
 
 def definition_tensors(

@@ -6,6 +6,7 @@ import json
 import shutil
 from argparse import Namespace
 from contextlib import nullcontext
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -174,6 +175,10 @@ def test_layers_for_later_tokens_that_the_class_leaves_aside_are_told_and_not_co
     assert "not taken, as Glm4MoeForCausalLM does not take them: model.layers.46." in said
     assert " and 1 more; no checkpoint of a run has them, and no export" in said
     assert "num_nextn_predict_layers = 1 in the config is 0 in the exported one: Glm4MoeForCausalLM has no" in said
+    assert f'\nGlm4MoeForCausalLM.from_pretrained("{tmp_path / "back"}") loads it\n' in said
+    print_exported(replace(exported, auto_class="AutoModelForCausalLM"), console)
+    line = f'\nAutoModelForCausalLM.from_pretrained("{tmp_path / "back"}", trust_remote_code=True) loads it\n'
+    assert line in console.file.getvalue()
 
 
 def test_counts_of_layers_that_the_class_has_stay():
