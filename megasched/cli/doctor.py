@@ -177,6 +177,16 @@ def _patch(patch: registry.Patch) -> PatchReport:
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Prints a diagnosis, laid out for 100 columns."""
+    untested = [package.name for package in diagnosis.packages if package.untested]
+    verdict = "[green]ready[/]" if diagnosis.runnable else "[red]no run can start here[/]"
+    if diagnosis.runnable and untested:
+        verdict = f"[yellow]ready by --allow-unverified[/] ({', '.join(untested)})"
+    console.print(f"megasched {diagnosis.version}: {verdict}")
+    for problem in diagnosis.problems:
+        console.print(f"[red]problem:[/] {escape(problem)}")
+    for warning in diagnosis.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
+    console.print()
     console.print(_packages(diagnosis))
     console.print()
     _print_apex(diagnosis.apex, console)
@@ -186,16 +196,6 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         console.print("\n[bold]patches[/] (changes to other people's modules while a run lasts)")
         for patch in diagnosis.patches:
             _print_patch(patch, console)
-    console.print()
-    for warning in diagnosis.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}")
-    for problem in diagnosis.problems:
-        console.print(f"[red]problem:[/] {escape(problem)}")
-    untested = [package.name for package in diagnosis.packages if package.untested]
-    verdict = "[green]ready[/]" if diagnosis.runnable else "[red]no run can start here[/]"
-    if diagnosis.runnable and untested:
-        verdict = f"[yellow]ready by --allow-unverified[/] ({', '.join(untested)})"
-    console.print(f"megasched {diagnosis.version}: {verdict}")
 
 
 def _packages(diagnosis: Diagnosis) -> Table:
