@@ -52,8 +52,8 @@ def test_a_search_finds_the_fastest_flags_and_goes_on(run, tmp_path):
     assert err.count("trial ") == 4
     status, out, _ = run("--trials", "11")
     assert status == 0
-    assert "trial 5/11: " in out
-    assert "trial 4/11: " not in out
+    assert "trial 4 of 11: " in out
+    assert "trial 3 of 11: " not in out
     # The most samples a second of what fits in memory: 8 sequences, 2 or 3 layers recomputed.
     best = f"{8 / milliseconds(8, 2) * 1000:.4g} samples/s, {milliseconds(8, 2):.1f} ms an iteration"
     assert f"micro_batch_size=8, layers=2  {best}" in out
@@ -152,7 +152,7 @@ def test_a_log_gets_a_line_for_each_trial(space):
             on_start({"pp": 1}, Tuning(3))
             on_end(Tuning(3, trials(2)))
 
-    assert printed(show) == "trial 2/9: pp=1, sp=no  oom: CUDA out of memory [64 GiB]\n"
+    assert printed(show) == "trial 1 of 9: pp=1, sp=no  oom: CUDA out of memory [64 GiB]\n"
 
 
 def test_a_terminal_gets_the_table_again_and_again(space):

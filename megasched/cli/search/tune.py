@@ -133,7 +133,7 @@ def watch(console: Console, space: Space, trials: int) -> Iterator[tuple[OnStart
 
         def print_line(tuning: Tuning) -> None:
             last = tuning.trials[-1]
-            console.print(f"trial {len(tuning.trials)}/{trials}: {_line(last)}", soft_wrap=True, markup=False)
+            console.print(f"trial {last.number} of {trials}: {_line(last)}", soft_wrap=True, markup=False)
 
         yield lambda point, tuning: None, print_line
         return
