@@ -26,6 +26,7 @@ from megasched.launch.quickstart.corpus import prepare_corpus, write_tokenizer
 from megasched.launch.quickstart.run_plan import Plan
 from megasched.launch.status.training_log import TrainingLog
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
+from megasched.printing.shell_command import shell_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,13 +190,15 @@ def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> l
     resume = ["bash", str(train), "--load", str(run_folder / "checkpoints"), "--train-iters", str(iters + 50)]
     # The learning rate's course is as long as the run, and Megatron asks whether a longer one is meant.
     resume += ["--override-opt-param-scheduler", *run_plan.other_layout_flags(plan)]
-    show = [*(sys.executable, "-m", "megasched", "show", "--model-schedule", schedule), *("--hf-model", str(model))]
     return [
         ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),
-        ("what the schedule does to the model", shlex.join(show)),
+        (
+            "what the schedule does to the model",
+            shell_command("show", "--model-schedule", schedule, "--hf-model", str(model)),
+        ),
         (
             "your own model folder: its config and weights instead of random ones; the rest is in train.sh",
-            "torchrun --nproc-per-node N -m megasched pretrain_gpt.py --model-schedule mysched.py "
-            "--hf-model ./MyModel <Megatron's flags>",
+            f"{shell_command('launch', 'torchrun')} --gpus-per-node N -- pretrain_gpt.py "
+            "--model-schedule mysched.py --hf-model ./MyModel <Megatron's flags>",
         ),
     ]

@@ -24,6 +24,7 @@ from megasched.launch.slurm import start as by_slurm
 from megasched.launch.slurm.script import SlurmJob
 from megasched.launch.torchrun import start as by_torchrun
 from megasched.launch.torchrun.script import TorchrunJob, hosts_of
+from megasched.printing.shell_command import shell_command
 
 launch = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Start a run: by Slurm, torchrun, or here.")
 
@@ -212,7 +213,7 @@ def launch_slurm(
         print_json({**found, "run_folder": str(job.run_folder), "script": str(script), "jobs": jobs})
         return
     print(f"script: {script}")
-    print(f"submitted: {', '.join(jobs)}; `megasched status {jobs[0]} --watch` follows it")
+    print(f"submitted: {', '.join(jobs)}; `{shell_command('status', jobs[0], '--watch')}` follows it")
 
 
 def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_run: bool, as_json: bool) -> int:
@@ -234,7 +235,7 @@ def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_r
         _print_script(prepared.text, found, as_json)
         return 0
     script = by_torchrun.write(prepared)
-    _say(f"script: {script}; `megasched status {job.run_folder} --watch` follows it")
+    _say(f"script: {script}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
     supervisor = by_torchrun.Supervisor(job, say=_say, on_line=_shown(job, as_json))
     status = supervisor.run()
     if as_json:
@@ -261,7 +262,7 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
 
     def on_start(log: Path) -> None:
         logs.append(log)
-        _say(f"log: {log}; `megasched status {job.run_folder} --watch` follows it")
+        _say(f"log: {log}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
 
     output = sys.stderr if as_json else sys.stdout
     status = run(job, on_start=on_start, on_line=partial(print, file=output, flush=True))

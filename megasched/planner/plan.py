@@ -13,6 +13,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
+from megasched.printing.shell_command import program
 from megasched.trainer.session import Session, open_session
 
 
@@ -195,6 +196,6 @@ def slurm_words(report: PlanReport, candidate: Candidate) -> list[str]:
     """Returns the command that submits a candidate to Slurm, without data, learning rate, and where to save."""
     job = report.job
     each = min(job.gpus, job.hardware.gpus_per_node)
-    launch = ["megasched", "launch", "slurm", "--nodes", str(job.gpus // each), "--gpus-per-node", str(each)]
+    launch = [*program(), "launch", "slurm", "--nodes", str(job.gpus // each), "--gpus-per-node", str(each)]
     script = ["pretrain_gpt.py", "--model-schedule", report.schedule, "--hf-model", report.hf_model]
     return [*launch, "--", *script, *run_words(report, candidate)]

@@ -27,6 +27,7 @@ from megasched.errors import ConfigError
 from megasched.imports import quiet_imports, without_collections
 from megasched.language.schedule_file import check_schedule
 from megasched.parent_process import end_with_parent
+from megasched.printing.shell_command import shell_command
 from megasched.reading.hf_source import check_hf_model
 from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import run_failure, seams
@@ -36,14 +37,17 @@ from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, w
 from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
 
-# torchrun sets it for its ranks; Slurm ends its own.
+NO_LAUNCHER = (
+    "{script}: no launcher has started it. Say `{launch} torchrun --gpus-per-node N -- {script} ...`, without "
+    "GPUs `{launch} local --ranks N -- {script} ...`, or start it by torchrun"
+)
 DATA_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path")
+# torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
-# Warnings of no use in a run: a flag comes before the script's default, one process is rank 0, and Megatron
-# imports more than it uses.
+# Warnings of no use: a flag comes before the script's default, one process is rank 0, more is imported than used.
 OF_NO_USE = (
     "Overriding default arguments for",
     "Could not determine rank from torch.distributed",
@@ -97,6 +101,8 @@ def _run(script: str, argv: list[str]) -> None:
     path, bundled = find_script(script)
     own = megasched_flags(argv)
     if not {"-h", "--help"}.intersection(argv):
+        if bundled and "MASTER_ADDR" not in os.environ:  # torch finds no other rank then, and Megatron ends
+            raise ConfigError(NO_LAUNCHER.format(script=script, launch=shell_command("launch")))
         check_inputs(script, own)
         if run_failure.rank_of("RANK", "SLURM_PROCID") == 0:  # which reads data, wherever others do
             check_data_paths(argv)

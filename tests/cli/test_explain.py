@@ -11,6 +11,7 @@ from megasched.cli.show.explain import explain_schedule
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, fold_decisions
+from megasched.printing.shell_command import shell_command
 from tests import tiny
 
 
@@ -143,6 +144,6 @@ def test_options_that_were_not_checked_are_told(tmp_path, capsys):
     folder = tiny.save("llama", tmp_path, attention_bias=True)
     told = explain_schedule("auto", folder, ParallelDims())
     assert "attention_bias=True" in told.unchecked_options
-    assert told.check == f"megasched verify --model-schedule auto --hf-model {folder}"
+    assert told.check == shell_command("verify", "--model-schedule", "auto", "--hf-model", folder)
     text = " ".join(printed(capsys, "explain", "--model-schedule", "auto", "--hf-model", folder).split())
     assert "not checked with these options: attention_bias=True" in text

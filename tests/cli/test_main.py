@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from megasched.cli import main
+from megasched.printing.shell_command import shell_command
 from tests.launch.status.test_training_log import line
 
 # Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
@@ -148,8 +149,7 @@ def test_doctor_ends_with_1_when_nothing_can_run(run, monkeypatch):
     monkeypatch.setattr("megasched.cli.installation.find_megatron", none)
     status, out, _ = run("doctor")
     assert status == 1
-    assert "problem: there is no Megatron" in out
-    assert out.splitlines()[-1] == "megasched 0.1.0: no run can start here"
+    assert out.splitlines()[:2] == ["megasched 0.1.0: no run can start here", "problem: there is no Megatron"]
 
 
 # ---- status -----------------------------------------------------------------------------------------
@@ -192,3 +192,19 @@ def test_status_watched_is_no_object(run, log):
     status, out, err = run("status", log, "--watch", "--json")
     assert (status, out) == (2, "")
     assert "pass one of them" in err
+
+
+def test_a_command_to_paste_works_in_a_fresh_shell(tmp_path, monkeypatch):
+    """An interpreter below the working directory is named from there; `megasched` if it is this one on PATH."""
+    folder = tmp_path / "a folder" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("python", "megasched"):
+        (folder / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir("/")
+    assert shell_command("status", "a b") == f"'{str(folder / 'python').lstrip('/')}' -m megasched status 'a b'"
+    monkeypatch.chdir(tmp_path)
+    assert shell_command("status", "a b") == "'a folder/bin/python' -m megasched status 'a b'"
+    monkeypatch.setenv("PATH", str(folder))
+    assert shell_command("status", "a b") == "megasched status 'a b'"

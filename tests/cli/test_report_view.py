@@ -7,6 +7,7 @@ from rich.console import Console
 
 from megasched.cli.output import format_bytes, format_count
 from megasched.cli.show.report_view import print_report
+from megasched.printing.shell_command import shell_command
 
 
 def printed(report):
@@ -78,7 +79,7 @@ def test_what_no_check_covers_is_told(inspect, monkeypatch):
 def test_options_that_were_not_checked_are_told_with_the_command_that_checks_them(llama, inspect):
     assert "not checked with" not in printed(inspect(tp=4, schedule="auto"))
     text = printed(inspect(tp=4, sp=True, schedule="auto", overrides=["attention_bias=true"]))
-    command = f"megasched verify --model-schedule auto --hf-model {llama} "
-    command += "--tensor-model-parallel-size 2 --sequence-parallel"
+    command = shell_command("verify", "--model-schedule", "auto", "--hf-model", llama)
+    command += " --tensor-model-parallel-size 2 --sequence-parallel"
     told = "its class was not checked with these options: attention_bias=True; this checks it: "
     assert f"{told}`{command} --hf-override attention_bias=true`" in " ".join(text.split())

@@ -84,6 +84,11 @@ def script(folder: Path, text: str) -> str:
     ("name", "flags", "message"),
     [
         ("absent.py", "--model-schedule auto --hf-model {hf}", "absent.py: no such script"),
+        (
+            "pretrain_gpt.py",
+            "--model-schedule auto --hf-model {hf}",
+            "pretrain_gpt.py: no launcher has started it.",
+        ),
         ("pretrain.py", "--hf-model {hf}", "there is no --model-schedule. Pass `--model-schedule auto`"),
         (
             "pretrain.py",

@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
+from megasched.printing.shell_command import shell_command
 from megasched.trainer.checkpoint.source import CheckpointPlaceholder, loaded_folder
 from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.moe import NOTHING_ASKED
@@ -101,9 +102,8 @@ def test_options_that_were_not_checked_are_a_warning(tmp_path, capsys):
     begin_session(arguments(folder, tensor_model_parallel_size=4), {})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
     assert "attention_bias=True" in line
-    assert line.endswith(
-        f"`megasched verify --model-schedule auto --hf-model {folder} --tensor-model-parallel-size 2`"
-    )
+    model = ("--model-schedule", "auto", "--hf-model", folder)
+    assert line.endswith(f"`{shell_command('verify', *model, '--tensor-model-parallel-size', '2')}`")
 
 
 def test_a_fusion_without_its_kernel_is_off_and_said_so(llama, capsys):

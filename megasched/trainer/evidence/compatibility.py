@@ -6,7 +6,6 @@ says otherwise.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.printing.shell_command import shell_command
 from megasched.reading.files import Expected, is_regular
 from megasched.reading.json_file import read_json
 from megasched.trainer.evidence.certificate import custom_classes
@@ -181,12 +181,12 @@ def verify_command(
     """
     sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
     small = {name: min(value, 2) for name, value in sizes.items()}
-    words = ["megasched", "verify", "--model-schedule", schedule, "--hf-model", hf_model]
+    words = ["verify", "--model-schedule", schedule, "--hf-model", hf_model]
     words += replace(layout, **small).flags()
     words += [] if objective is None else ["--objective", objective]
     for override in overrides:
         words += ["--hf-override", override]
-    return shlex.join([*words, *(["--trust-remote-code"] if trust_remote_code else [])])
+    return shell_command(*words, *(["--trust-remote-code"] if trust_remote_code else []))
 
 
 def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
@@ -199,7 +199,7 @@ def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
     if doubts:
         lines = "\n  - ".join(["not known to be right:", *doubts])
         name = model.config.model_type
-        remedy = f"`megasched archs {name}` shows what is known, with --run it checks this machine's copy"
+        remedy = f"`{shell_command('archs', name)}` shows what is known, with --run it checks this machine's copy"
         objective = objective_of(model)
         if custom_classes(model) or objective is not CAUSAL_LM:
             asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"

@@ -84,10 +84,10 @@ def broken_rule(error: Exception) -> str:
     flags = _flags(code)
     return "\n    ".join(
         [
-            f"Megatron refuses these flags{f': {error}' if str(error) else ''}",
+            f"Megatron refuses {', '.join(flags) or 'these flags'}{f': {error}' if str(error) else ''}",
             f"rule: {last.filename}:{last.lineno}",
             *(f"    {line}" for line in code if not str(error)),
-            *([f"remedy: change one of {', '.join(flags)}"] if flags else []),
+            *(["remedy: change one of them"] if flags else []),
         ]
     )
 

@@ -8,6 +8,7 @@ import pytest
 from megasched.launch.quickstart import command as quickstart
 from megasched.launch.quickstart import run_plan
 from megasched.launch.quickstart.corpus import Corpus
+from megasched.printing.shell_command import shell_command
 from tests.launch.status.test_training_log import line
 
 OUTPUT = line(1, 900.0, 5.6) + line(2, 700.0, 5.5) + line(3, 500.0, 5.2)
@@ -46,7 +47,8 @@ def test_a_run_ends_with_table_curve_and_next_commands(tmp_path, capsys, monkeyp
     run = tmp_path / "q" / "run-1"
     assert "5.600 nats per byte" in out
     assert f"bash {run}/train.sh --load {run}/checkpoints --train-iters" in out
-    assert "megasched show" in out
+    assert shell_command("show", "--model-schedule") in out
+    assert f"{shell_command('launch', 'torchrun')} --gpus-per-node N -- pretrain_gpt.py" in out
     assert (run / "loss.png").stat().st_size > 1000
     assert (run / "train.log").read_text().startswith(OUTPUT)
 

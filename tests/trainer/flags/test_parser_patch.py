@@ -152,9 +152,9 @@ def test_a_rule_of_megatrons_is_told_by_its_code(monkeypatch: pytest.MonkeyPatch
         parse(monkeypatch, *sizes.split(), *RUN.split(), "--bf16", "--fp16")
     message = str(caught.value)
     assert re.sub("rule: .*megatron/training/arguments.py:[0-9]+", "rule: FILE:LINE", message) == (
-        "Megatron refuses these flags\n"
+        "Megatron refuses --fp16, --bf16\n"
         "    rule: FILE:LINE\n"
         "        if args.fp16:\n"
         "            assert not args.bf16\n"
-        "    remedy: change one of --fp16, --bf16"
+        "    remedy: change one of them"
     )
