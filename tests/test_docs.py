@@ -16,8 +16,10 @@ import argparse
 import contextlib
 import io
 import itertools
+import os
 import re
 import shlex
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -389,6 +391,8 @@ def console_pages() -> list[Path]:
 
 @pytest.mark.parametrize("page", console_pages(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys, ranks_of_commands):
+    # The pages show a shell in which the environment is active.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     models(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
