@@ -67,8 +67,8 @@ def plan(
 
     Exit status 1 if none fits.
     """
-    check_named(hf_model, schedule)
     load_hardware(gpu)
+    check_named(hf_model, schedule)
     with quiet_imports():
         from megasched.cli.search.plan import plan_command
 
