@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
