@@ -46,7 +46,7 @@ Gpu = Annotated[
     typer.Option("--gpu", metavar="TYPE", help="Refuse what does not fit in its memory; as `megasched plan`."),
 ]
 Check = Annotated[bool, typer.Option(help="Begin the run here once, up to training.")]
-MaxRestarts = Annotated[int, typer.Option(min=0, help="In a row that bring no new checkpoint.")]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="Give up after so many in a row without a new checkpoint.")]
 
 # Of a job of Slurm.
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.")]

@@ -198,6 +198,8 @@ def test_the_peak_itself_is_no_error():
         ("NVIDIA H100 80GB HBM3", 79.6, "h100-80gb"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb"),
         ("NVIDIA H200", 139.8, "h200-141gb"),
+        ("NVIDIA B200", 178.4, "b200-180gb"),
+        ("NVIDIA GB200", 184.3, "gb200-186gb"),
         ("NVIDIA H100 PCIe", 79.1, None),
         ("NVIDIA H100 NVL", 93.1, None),
         ("NVIDIA H200 NVL", 139.8, None),

@@ -35,7 +35,7 @@ GPU = Hardware(
 @pytest.mark.parametrize("name", known_hardware())
 def test_what_comes_with_megasched_is_complete(name):
     found = load_hardware(name)
-    assert found.gpus_per_node == 8
+    assert found.gpus_per_node == (64 if name.startswith("gb200") else 8)
     assert 0 < found.product_efficiency < 1
     assert found.usable_bytes > 60e9
 
@@ -142,7 +142,7 @@ def test_a_file_that_can_not_be_used_says_why(tmp_path, change, message):
 
 
 def test_a_type_that_is_not_known():
-    with pytest.raises(ConfigError, match="known are a100-80gb, h100-80gb"):
+    with pytest.raises(ConfigError, match="known are a100-80gb, b200-180gb, gb200-186gb, h100-80gb"):
         load_hardware("tpu")
     with pytest.raises(ConfigError, match="no such file"):
         load_hardware("mine.toml")

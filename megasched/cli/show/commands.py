@@ -59,7 +59,7 @@ GlobalBatchSize = Annotated[
     int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
 ]
 TraceFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Of --megasched-trace of a run; for --html, laid over it.")
+    Path | None, typer.Option(metavar="FILE", help="Lay a run's --megasched-trace over it; with --html.")
 ]
 
 
