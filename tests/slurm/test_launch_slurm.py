@@ -132,7 +132,7 @@ def test_all_that_is_wrong_stands_on_one_screen(lab, tmp_path):
             for more, said in (
                 (("--global-batch-size", "3", "--micro-batch-size", "2"), "must be divisible by"),
                 (("--hf-override", "hidden_size=48", "num_attention_heads=3", "num_key_value_heads=3"), "TP 2"),
-                (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+                (("--no-such-flag",), "--no-such-flag: there is no such flag"),
             )
         ),
     ],

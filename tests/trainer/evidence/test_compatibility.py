@@ -174,7 +174,7 @@ def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
     with pytest.raises(ConfigError, match="not known to be right") as refused:
         refuse_unverified(llama, TP2)
     assert "model type 'llama' has not been checked" in str(refused.value)
-    assert "`megasched archs llama` shows" in str(refused.value)
+    assert "megasched archs llama` shows" in str(refused.value)
     assert "--allow-unverified" in str(refused.value)
 
 
