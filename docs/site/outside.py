@@ -20,7 +20,7 @@ LINK = re.compile(r"(\]\(|srcset=\"|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages, and each file that a page links to."""
-    pages = {PAGES.get(name, name): ROOT / name for name in PAGES}
+    pages = {uri: ROOT / name for name, uri in PAGES.items()}
     for file in files.documentation_pages():
         pages[file.src_uri] = Path(str(file.abs_src_path))
     for uri, path in pages.items():
@@ -29,10 +29,8 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, uri, content=_moved(text, path, uri)))
         for _, target in LINK.findall(text):
             own = _in_checkout(path, target)
-            if _is_outside(own) and (ROOT / own).is_file() and files.get_file_from_path(_copy_of(own)) is None:
-                files.append(File.generated(config, _copy_of(own), content=(ROOT / own).read_bytes()))
-            elif _is_outside(own) and (ROOT / own).is_dir() and files.get_file_from_path(_copy_of(own)) is None:
-                files.append(File.generated(config, _copy_of(own), content=_listing(ROOT / own)))
+            if _is_outside(own) and (ROOT / own).exists() and files.get_file_from_path(_copy_of(own)) is None:
+                files.append(File.generated(config, _copy_of(own), content=_content(ROOT / own)))
     return files
 
 
@@ -74,6 +72,9 @@ def _copy_of(own: str) -> str:
     return f"checkout/{own}.txt"
 
 
-def _listing(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith(("_", ".")))
-    return "\n".join([f"{folder.relative_to(ROOT).as_posix()}/", *(f"  {name}" for name in names), ""])
+def _content(path: Path) -> bytes | str:
+    """Returns what is in a file, or the list of what is in a folder."""
+    if path.is_file():
+        return path.read_bytes()
+    names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")))
+    return "\n".join([f"{path.relative_to(ROOT).as_posix()}/", *(f"  {name}" for name in names), ""])

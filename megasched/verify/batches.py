@@ -34,8 +34,6 @@ def make_batches(
     Args:
         config: HF config of the model.
     """
-    import torch
-
     count, length = micro_batches(layout), sequence_length(layout, config, objective)
     draw = torch.Generator().manual_seed(0)
     shape = objective.shape(config, MICRO_BATCH, length)
@@ -63,8 +61,6 @@ def _by_step(values: torch.Tensor, steps: int) -> torch.Tensor:
 
 def _tokens(ids: torch.Tensor, count: int, length: int, draw: torch.Generator) -> torch.Tensor:
     """Returns [count, b, s] of ids; those that a row may lose to padding hold none that stands there alone."""
-    import torch
-
     size = MICRO_BATCH * length
     groups = -(-len(ids) // size)
     tokens = torch.empty(count, size, dtype=torch.int64)
@@ -84,8 +80,6 @@ def _labels(
     length: int,
     draw: torch.Generator,
 ) -> torch.Tensor:
-    import torch
-
     if objective.predicts_next:
         tokens = inputs["input_ids"]
         return torch.cat([tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORED)], dim=-1)
@@ -123,8 +117,6 @@ def flags(layout: ParallelDims, config: Any, objective: Objective) -> list[str]:
 
 
 def _ids(config: Any) -> torch.Tensor:
-    import torch
-
     others = {number for name, number in _named_ids(config) if not name.startswith(_OF_TEXT)}
     vocabulary = config.get_text_config(decoder=True).vocab_size
     return torch.tensor([number for number in range(vocabulary) if number not in others])

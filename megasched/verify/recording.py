@@ -246,8 +246,9 @@ class Serving:
         own = {name: values[step, place] for name, values in self._inputs.items()}
         own |= {"labels": labels.clamp_min(0), "loss_mask": labels != IGNORED}
         cut = get_batch_on_this_cp_rank(own, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-        found = {name: cut.get(_OF_FORWARD.get(name, name)) for name in batch}
-        return {
-            name: held if own is None or held is None else own.to(held.dtype)
-            for (name, held), own in zip(batch.items(), found.values(), strict=True)
-        }
+        found = dict(batch)
+        for name, held in batch.items():
+            served = cut.get(_OF_FORWARD.get(name, name))
+            if served is not None and held is not None:
+                found[name] = served.to(held.dtype)
+        return found

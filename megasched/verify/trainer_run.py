@@ -83,19 +83,19 @@ def train(
     undo = [
         _record_steps(training, report, serving),
         _record_finalized_gradients(training, report, 0 if look is None else look.step),
-        record_batches(pretrain_gpt, report, tokens, mask, as_it_is)
-        if serving is None
-        else serving.install(pretrain_gpt if script == CAUSAL_LM.script else pretraining),
-        record_samples(pretraining, report),
         record_logits(report, look is not None),
     ]
+    if serving is None:
+        undo += [record_batches(pretrain_gpt, report, tokens, mask, as_it_is), record_samples(pretraining, report)]
+    else:
+        undo.append(serving.install(pretrain_gpt if script == CAUSAL_LM.script else pretraining))
     try:
         with telling_adapters() if look is not None else nullcontext():
             options: dict[str, Any] = {"schedule": schedule, "random_init": random_init, "script": script}
             options["rehearse"] = rehearse
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
-        for one in reversed(undo):  # two may have wrapped one function
+        for one in undo:
             one()
     report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
     report.dp_rank = parallel_state.get_data_parallel_rank()

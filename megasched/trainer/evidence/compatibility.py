@@ -196,15 +196,15 @@ def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
         ConfigError: with what is known of the architecture, and what can be done.
     """
     doubts = unverified(model, layout, load_matrix()["types"])
-    if doubts:
-        lines = "\n  - ".join(["not known to be right:", *doubts])
-        name = model.config.model_type
-        remedy = f"`{shell_command('archs', name)}` shows what is known, with --run it checks this machine's copy"
-        objective = objective_of(model)
-        if custom_classes(model) or objective is not CAUSAL_LM:
-            asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"
-            remedy = (
-                f"`megasched verify{asked} --certificate FILE` checks it, and --require-certificate FILE runs it"
-            )
-            remedy += " then"
-        raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")
+    if not doubts:
+        return
+    objective = objective_of(model)
+    if objective is CAUSAL_LM and not custom_classes(model):
+        command = shell_command("archs", model.config.model_type)
+        remedy = f"`{command}` shows what is known, with --run it checks this machine's copy"
+    else:
+        asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"
+        check = f"`megasched verify{asked} --certificate FILE`"
+        remedy = f"{check} checks it, and --require-certificate FILE runs it then"
+    lines = "\n  - ".join(["not known to be right:", *doubts])
+    raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")
