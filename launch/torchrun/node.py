@@ -6,6 +6,7 @@ when computed again (17), from a failure that a restart may mend. The arguments 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Collection
@@ -14,13 +15,18 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
+from megasched.trainer.run_failure import PRINTED_LAST
+
 # Ranks that fail together do so within; torchrun notes whole seconds.
 SECONDS_TOGETHER = 10
 
 
 def main() -> None:
+    args = parse_args(sys.argv[1:])
+    if args.redirects == args.tee == "0":  # else each rank has a file, in which its block should be
+        os.environ[PRINTED_LAST] = "1"
     try:
-        run(parse_args(sys.argv[1:]))
+        run(args)
     except ChildFailedError as error:
         failure = first_failure(error.failures.values())
         print(last_words(failure, error), file=sys.stderr)

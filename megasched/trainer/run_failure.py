@@ -1,8 +1,8 @@
 """Ends a run that has failed: one block says what is wrong and where, and it is the last that is printed.
 
 The rank prints it, and hands it to torchrun (``TORCHELASTIC_ERROR_FILE``), which prints it at the end of its own
-report; ``megasched.launch.torchrun.node`` prints it alone there. What megasched raises on purpose is the block
-alone, anything else is a traceback and the block.
+report. ``megasched.launch.torchrun.node`` prints it alone there, and its ranks then don't. What megasched raises
+on purpose is the block alone, anything else is a traceback and the block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +23,8 @@ from megasched.reading.files import printable
 TRACEBACK = "MEGASCHED_TRACEBACK"
 # Where torchrun looks for what a rank has died of.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Set by a launcher that prints a rank's block itself, where the rank would print it.
+PRINTED_LAST = "MEGASCHED_ERROR_PRINTED_LAST"
 # What a block begins with, of an error that is raised on purpose and of any other.
 ERROR, FAILED = "megasched: error", "megasched: the run failed"
 
@@ -60,18 +61,27 @@ def end_with_error(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
     where = f" on rank {rank}" if rank else ""
     block = f"{ERROR if on_purpose else FAILED}{where}: {printable(describe_failure(error))}"
-    print(block, file=sys.stderr)
-    _tell_torchrun(block)
+    told = _tell_torchrun(block)
+    if not (told and os.environ.get(PRINTED_LAST)):
+        print(block, file=sys.stderr)
     end(REFUSED if on_purpose else 1)
 
 
-def _tell_torchrun(block: str) -> None:
-    """Writes the block as torchrun's ``record`` writes an exception, in the field that torchrun prints."""
+def _tell_torchrun(block: str) -> bool:
+    """Writes the block as torchrun's ``record`` writes an exception, in the field that torchrun prints.
+
+    Returns:
+        Whether it could: there is a torchrun, and its disk is not full, say.
+    """
     path = os.environ.get(ERROR_FILE)
-    if path:
-        extra = {"py_callstack": block, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # of a full disk, say; the rank has printed it
-            write_whole(Path(path), [json.dumps({"message": {"message": block, "extraInfo": extra}})])
+    if not path:
+        return False
+    extra = {"py_callstack": block, "timestamp": str(int(time.time()))}
+    try:
+        write_whole(Path(path), [json.dumps({"message": {"message": block, "extraInfo": extra}})])
+    except OSError:
+        return False
+    return True
 
 
 def rank_of(*names: str) -> int:
