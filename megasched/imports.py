@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Warnings of no use to whoever starts a run begin so: a flag comes before the script's default, one process is
+# rank 0, more is imported than used, Megatron asks for the gradient of what is not a leaf.
+OF_NO_USE = (
+    "Overriding default arguments for",
+    "Could not determine rank from torch.distributed",
+    "MimoModelConfig is experimental",
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
+# What is said while Megatron is imported: `megasched doctor` and the first lines of a run have that.
+OF_KERNELS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "Only transformer-engine>=",
+    "absl.logging is not installed",
+)
 
 
 @contextmanager
@@ -22,6 +40,21 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def quiet_run() -> None:
+    """Drops the warnings that are of no use, in a run and the processes it spawns; Megatron's log stays as it is.
+
+    To write a checkpoint Megatron spawns processes, which import it anew.
+    """
+    for words in OF_NO_USE:
+        warnings.filterwarnings("ignore", re.escape(words))
+    # What torch will rename is called by Megatron, or by torch itself.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    ours = [f"ignore:{words}" for words in (*OF_NO_USE, *OF_KERNELS)]
+    theirs = os.environ.get("PYTHONWARNINGS")
+    # The later ones come first.
+    os.environ["PYTHONWARNINGS"] = ",".join(ours if theirs is None else [*ours, theirs])
 
 
 @contextmanager

@@ -9,19 +9,25 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.training.global_vars import get_args
+from megatron.training.training import get_optimizer_param_scheduler
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megasched.errors import ConfigError
 from megasched.planner.run_memory import run_memory
 from megasched.trainer.builder import stages_of_run
 from megasched.trainer.current_session import get_session
+from megasched.trainer.run_failure import describe_failure
 from megasched.trainer.token_ids import check_data, vocabulary_of
 
 # Bytes of a number in a checkpoint of Adam's: master weight and two moments, in float32.
 _OF_OPTIMIZER = 12
+# By their names in Megatron's arguments.
+OF_LEARNING_RATE = ("lr", "min_lr", "lr_warmup_init", "train_iters", "lr_decay_iters", "lr_warmup_iters")
+OF_LEARNING_RATE += ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction")
 
 
 def look_at_run(config: Any, found: dict[str, Any]) -> None:
@@ -36,6 +42,7 @@ def look_at_run(config: Any, found: dict[str, Any]) -> None:
     microbatches = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
     found["problems"] += [
         *_interleaving(args, layout, microbatches),
+        *_learning_rate(args),
         *_data(args, vocabulary_of(session.definition.config)),
     ]
     if args.log_straggler and find_spec("pynvml") is None:
@@ -79,6 +86,16 @@ def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[s
             f"--global-batch-size {args.global_batch_size} gives each pipeline {microbatches} micro-batches; "
             f"interleaved ones (VPP {layout.vpp}) go in groups of {group}: {right} would be right"
         )
+
+
+def _learning_rate(args: Namespace) -> Iterator[str]:
+    """Yields what Megatron would refuse when the model is built: a warm-up longer than the run, say."""
+    try:
+        get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+    except Exception as error:  # Megatron raises assertions, and Exception itself
+        given = {name: value for name in OF_LEARNING_RATE if (value := getattr(args, name))}
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        yield f"Megatron refuses the learning rate's schedule, of {flags}: {describe_failure(error)}"
 
 
 def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.errors import ConfigError
+from megasched.imports import quiet_imports
 from megasched.json_output import print_json
 from megasched.launch.quickstart import run_plan, run_report
 from megasched.launch.quickstart.corpus import prepare_corpus, write_tokenizer
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 # Measured on two cores shared with other work: 231 s of training, 2.15 nats per byte in validation.
 DEFAULT_ITERS = 300
+# In Python, as it is without megasched.
+GENERATE = (
+    "from transformers import pipeline; "
+    "print(pipeline('text-generation', {folder!r})('import os', max_new_tokens=200)[0]['generated_text'])"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What goes on is not what was asked for with --json.
     console = Console(highlight=False, stderr=args.json)
     plan = run_plan.detect_plan()
-    run_folder, prepared = _prepare(args, plan, partial(console.print, soft_wrap=True))
+    with quiet_imports():
+        run_folder, prepared = _prepare(args, plan, partial(console.print, soft_wrap=True))
     if args.dry_run:
         if args.json:
             print_json(prepared)
@@ -191,6 +199,14 @@ def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> l
     resume += ["--override-opt-param-scheduler", *run_plan.other_layout_flags(plan)]
     return [
         ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),
+        (
+            "the trained weights as a Hugging Face folder",
+            shell_command("export", "--load", str(run_folder / "checkpoints"), "--output", str(run_folder / "hf")),
+        ),
+        (
+            "and a text by them",
+            shlex.join([sys.executable, "-c", GENERATE.format(folder=str(run_folder / "hf"))]),
+        ),
         (
             "what the schedule does to the model",
             shell_command("show", "--model-schedule", schedule, "--hf-model", str(model)),

@@ -29,14 +29,15 @@ class Nodes:
         commands: Iterable[tuple[Sequence[str], Path]],
         *,
         env: Mapping[str, str],
-        on_line: Callable[[bytes], None],
+        on_line: Callable[[str], None],
     ) -> None:
         """Prepares the commands, which start when the context is entered.
 
         Args:
             commands: each command with the file for its stdout and stderr.
             env: the whole environment of each command.
-            on_line: called with each line of any command, in a thread of the command's.
+            on_line: called with each line of any command, without its end, in a thread of the command's. What is
+                not UTF-8 comes as surrogates.
         """
         self._commands, self._env, self._on_line = list(commands), dict(env), on_line
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -80,7 +81,7 @@ class Nodes:
                 for line in lines:
                     file.write(line)
                     file.flush()
-                    self._on_line(line)
+                    self._on_line(line.decode(errors="surrogateescape").rstrip("\n"))
             status = process.wait()
             status = status if status >= 0 else 128 - status
         finally:

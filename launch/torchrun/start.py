@@ -102,7 +102,7 @@ class Supervisor:
 
     job: TorchrunJob
     say: Callable[[str], None]
-    on_line: Callable[[bytes], None]
+    on_line: Callable[[str], None]
     starts: list[int] = field(default_factory=list)
     _asked_to_save: bool = False
     _ended: Event = field(default_factory=Event)

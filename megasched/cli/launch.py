@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from megasched.cli.options import Json
 from megasched.cli.output import format_bytes, format_count
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
+from megasched.launch.console_lines import ConsoleLines
 from megasched.launch.jobs.checks import Checked, check, failure_message
 from megasched.launch.jobs.job_script import environment_of
 from megasched.launch.jobs.words import refuse_unusable
@@ -60,6 +60,10 @@ Python = Annotated[str, typer.Option(help="On the nodes; this one by default, `p
 Sbatch = Annotated[
     list[str] | None,
     typer.Option("--sbatch", metavar="OPTION", help="Any other, e.g. --sbatch=--qos=high; several times."),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="Show all that the ranks print; else the log alone has Megatron's start-up."),
 ]
 ByTorchrun = Annotated[bool, typer.Option("--torchrun", help="One task a node that runs torchrun, not one a GPU.")]
 MinutesToSave = Annotated[int, typer.Option(min=1, help="Before the time limit the run saves and is requeued.")]
@@ -141,6 +145,7 @@ def torchrun(
     gpu: Gpu = None,
     check: Check = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Check a job, write its script, and run it by torchrun, here or on hosts, with restarts.
@@ -160,7 +165,8 @@ def torchrun(
         environment=environment_of(env or ()),
         max_restarts=max_restarts,
     )
-    raise typer.Exit(launch_torchrun(job, gpu=gpu, check_run=check, dry_run=dry_run, as_json=as_json))
+    shown = show_lines(as_json=as_json, verbose=verbose)
+    raise typer.Exit(launch_torchrun(job, gpu=gpu, check_run=check, dry_run=dry_run, show=shown, as_json=as_json))
 
 
 @launch.command(
@@ -173,6 +179,7 @@ def local(
     job_name: JobName = "megasched",
     folder: Folder = None,
     check: Check = True,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Rehearse a job on this machine's CPU.
@@ -182,7 +189,8 @@ def local(
     job = LocalJob(
         run_folder=_run_folder(folder, job_name), ranks=ranks, script=command[0], given=tuple(command[1:])
     )
-    raise typer.Exit(launch_local(job, check_run=check, as_json=as_json))
+    shown = show_lines(as_json=as_json, verbose=verbose)
+    raise typer.Exit(launch_local(job, check_run=check, show=shown, as_json=as_json))
 
 
 def _run_folder(folder: Path | None, job_name: str) -> Path:
@@ -216,12 +224,21 @@ def launch_slurm(
     print(f"submitted: {', '.join(jobs)}; `{shell_command('status', jobs[0], '--watch')}` follows it")
 
 
-def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_run: bool, as_json: bool) -> int:
+def launch_torchrun(
+    job: TorchrunJob,
+    *,
+    gpu: str | None,
+    check_run: bool,
+    dry_run: bool,
+    show: Callable[[str], None],
+    as_json: bool,
+) -> int:
     """Checks a job, prints the findings, writes its script, and runs it to its end, restarts included.
 
     Args:
         gpu, check_run: passed to ``prepare``.
         dry_run: print the script alone.
+        show: called with each line of the ranks, unless they are on hosts.
 
     Returns:
         The exit status.
@@ -236,7 +253,7 @@ def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_r
         return 0
     script = by_torchrun.write(prepared)
     _say(f"script: {script}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
-    supervisor = by_torchrun.Supervisor(job, say=_say, on_line=_shown(job, as_json))
+    supervisor = by_torchrun.Supervisor(job, say=_say, on_line=(lambda line: None) if job.hosts else show)
     status = supervisor.run()
     if as_json:
         end = {"run_folder": str(job.run_folder), "script": str(script), "starts": supervisor.starts}
@@ -244,8 +261,11 @@ def launch_torchrun(job: TorchrunJob, *, gpu: str | None, check_run: bool, dry_r
     return status
 
 
-def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
+def launch_local(job: LocalJob, *, check_run: bool, show: Callable[[str], None], as_json: bool) -> int:
     """Checks a job, rehearses it on this machine, and returns the exit status.
+
+    Args:
+        show: called with each line of the ranks.
 
     Raises:
         ConfigError: the check finds a problem; nothing is started then.
@@ -264,8 +284,7 @@ def launch_local(job: LocalJob, *, check_run: bool, as_json: bool) -> int:
         logs.append(log)
         _say(f"log: {log}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
 
-    output = sys.stderr if as_json else sys.stdout
-    status = run(job, on_start=on_start, on_line=partial(print, file=output, flush=True))
+    status = run(job, on_start=on_start, on_line=show)
     if as_json:
         found["warnings"] += too_little
         print_json({**found, "run_folder": str(job.run_folder), "log": str(logs[0]), "status": status})
@@ -285,15 +304,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _shown(job: TorchrunJob, as_json: bool) -> Callable[[bytes], None]:
-    """Returns a function that shows the ranks' lines, as torchrun does, or drops them for a job on hosts."""
-    output = sys.stderr.buffer if as_json else sys.stdout.buffer
+def show_lines(*, as_json: bool, verbose: bool) -> Callable[[str], None]:
+    """Returns a function that shows the lines of ranks that are worth it, and all of them with ``--verbose``."""
+    output, lines = (sys.stderr if as_json else sys.stdout).buffer, ConsoleLines()
 
-    def show(line: bytes) -> None:
-        output.write(line)
-        output.flush()
+    def show(line: str) -> None:
+        if verbose or lines.shows(line):
+            output.write(f"{line}\n".encode(errors="surrogateescape"))  # in whatever encoding it came
+            output.flush()
 
-    return (lambda line: None) if job.hosts else show
+    return show
 
 
 def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
-from megasched.imports import quiet_imports, without_collections
+from megasched.imports import quiet_imports, quiet_run, without_collections
 from megasched.language.schedule_file import check_schedule
 from megasched.parent_process import end_with_parent
 from megasched.printing.shell_command import shell_command
@@ -47,12 +47,6 @@ OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
-# Warnings of no use: a flag comes before the script's default, one process is rank 0, more is imported than used.
-OF_NO_USE = (
-    "Overriding default arguments for",
-    "Could not determine rank from torch.distributed",
-    "MimoModelConfig is experimental",
-)
 
 
 @dataclass(frozen=True)
@@ -232,14 +226,6 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
         importlib.import_module("megatron.training")
         for name in LAYER_SPECS:
             importlib.import_module(f"megatron.core.models.gpt.{name}")
-
-
-def quiet_run() -> None:
-    """Drops the warnings of which whoever starts a run can make no use; Megatron's log stays as it is."""
-    for words in OF_NO_USE:
-        warnings.filterwarnings("ignore", words)
-    # What torch will rename is called by Megatron, or by torch itself.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
 
 
 def put_first(folder: Path) -> None:

@@ -87,14 +87,18 @@ def test_everything_that_is_wrong_is_said(flags, tmp_path):
     flags = [flag for flag in flags if flag != "--mock-data"]
     flags += ["--save", str(tmp_path / "file" / "ckpt"), "--data-path", "0.3", "a", "0.7", "b"]
     flags += ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "96"]
+    flags += ["--lr-warmup-iters", "10"]
     problems = check("pretrain_gpt.py", flags, 64).problems
     assert [problem.split(":")[0] for problem in problems] == [
         "--global-batch-size 96 gives each pipeline 3 micro-batches; interleaved ones (VPP 2) go in groups of 2",
+        "Megatron refuses the learning rate's schedule, of --lr 0.001 --train-iters 10 "
+        "--lr-decay-iters 10 --lr-warmup-iters 10",
         "no data at a",
         "no data at b",
         f"--save {tmp_path}/file/ckpt",
     ]
     assert problems[0].endswith("128 would be right")
+    assert problems[1].endswith("assert self.lr_warmup_steps < self.lr_decay_steps")
     assert problems[-1].endswith("can't be written to")
 
 

@@ -48,6 +48,10 @@ def test_a_run_ends_with_table_curve_and_next_commands(tmp_path, capsys, monkeyp
     assert "5.600 nats per byte" in out
     assert f"bash {run}/train.sh --load {run}/checkpoints --train-iters" in out
     assert shell_command("show", "--model-schedule") in out
+    assert shell_command("export", "--load", f"{run}/checkpoints", "--output", f"{run}/hf") in out
+    assert (
+        f"from transformers import pipeline; print(pipeline('\"'\"'text-generation'\"'\"', '\"'\"'{run}/hf" in out
+    )
     assert f"{shell_command('launch', 'torchrun')} --gpus-per-node N -- pretrain_gpt.py" in out
     assert (run / "loss.png").stat().st_size > 1000
     assert (run / "train.log").read_text().startswith(OUTPUT)

@@ -1,0 +1,27 @@
+"""What other packages warn of, in a run and in the processes that it spawns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from megasched.imports import quiet_run
+
+WARN = "import warnings; warnings.warn('Apex is not installed. Falling back'); warnings.warn('mine')"
+
+
+@pytest.mark.parametrize(("theirs", "said"), [(None, ["mine"]), ("default", ["Apex is not installed", "mine"])])
+def test_spawned_processes_are_as_quiet_unless_their_user_wants_it_otherwise(monkeypatch, theirs, said):
+    monkeypatch.setenv("PYTHONWARNINGS", theirs or "")
+    if theirs is None:
+        monkeypatch.delenv("PYTHONWARNINGS")
+    with warnings.catch_warnings():
+        quiet_run()
+    done = subprocess.run([sys.executable, "-c", WARN], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if "UserWarning: " in line]
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said, strict=True):
+        assert words in line
