@@ -74,7 +74,7 @@ class ConsoleLines:
         return code or self.after_warning
 
     def _said(self, line: str) -> bool:
-        """Whether Megatron says it while it starts, or another rank has warned of it."""
+        """Returns whether Megatron says it while it starts, or another rank has warned of it."""
         if any(of.match(line) for of in (OF_MEGATRON, OF_TORCH, RULE)):
             return True
         if not line.startswith("WARNING:"):
