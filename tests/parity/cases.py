@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -21,18 +21,22 @@ def case(*values: Any, fast: bool) -> Any:
     return pytest.param(*values) if fast else slow(*values)
 
 
-def spread(rows: Iterable[Any], columns: Iterable[Any], fast: int = 1) -> list[Any]:
+def spread(
+    rows: Iterable[Any], columns: Iterable[Any], fast: int = 1, twins: Container[Any] = frozenset()
+) -> list[Any]:
     """Every pair of a row and a column, as parameters.
 
     Args:
         fast: so many of each row are in `make test`, the columns in turn, so that each comes to it as often.
+        twins: rows that go the way of others, and are in `make test-all` alone.
     """
-    columns = tuple(columns)
-    return [
-        case(row, column, fast=(index - number * fast) % len(columns) < fast)
-        for number, row in enumerate(rows)
-        for index, column in enumerate(columns)
-    ]
+    columns, found, number = tuple(columns), [], 0
+    for row in rows:
+        twin = row in twins
+        for index, column in enumerate(columns):
+            found.append(case(row, column, fast=not twin and (index - number * fast) % len(columns) < fast))
+        number += not twin
+    return found
 
 
 def refusal(schedule: str, folder: str, **layout: Any) -> str:

@@ -65,7 +65,7 @@ TYPES = ("apertus1p5_text", "cohere2", "gpt_neox", "granite", "lara_mini", "lfm2
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        *spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2")),
+        *spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2"), twins=("apertus1p5_text", "granite")),
         slow("qwen3", "tp2"),
         ("flint", "cp2"),
         *(slow(model_type, "cp2") for model_type in ("jamba", "cohere2", "qwen3_next")),

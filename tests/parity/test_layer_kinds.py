@@ -35,6 +35,8 @@ TYPES = (
     *("helium", "hy_v3", "jais2", "nemotron", "opt", "persimmon", "stablelm", "starcoder2", "vaultgemma", "xglm"),
     "gpt_oss",
 )
+# Other names of what another type has, or a type that is among the variants below, too.
+TWINS = ("arcee", "biogpt", "exaone", "gemma", "glm", "helium", "jais2", "stablelm", "starcoder2", "xglm")
 MIXTURES = ("exaone_moe", "hy_v3", "gpt_oss")  # with TP, Megatron's want sequence parallelism
 
 
@@ -56,7 +58,7 @@ PLACES = {"gpt2": "transformer.h.*", "biogpt": "biogpt.layers.*", "opt": "model.
     [
         *(
             case
-            for case in spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2"))
+            for case in spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2"), twins=TWINS)
             if case.values[0] not in MIXTURES or case.values[1] != "tp2"
         ),
         *((model_type, "cp2") for model_type in ("gemma3_text", "gpt_oss")),

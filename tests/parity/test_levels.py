@@ -30,14 +30,15 @@ def _train(folder, flags, schedule, iterations=2):
 
 
 SOME = ("tp2-sp", "tp2", "tp2-sp-pp2-vpp2", "pp2-vpp2")
-OF_LLAMA = ("pp2-vpp2", "tp2-sp-pp2-vpp2", "dp2-tp2")
+# Their layers are another type's under another name, or are among the variants below.
+TWINS = ("cwm", "internlm3", "iquestcoder", "seed_oss")
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *(case("llama", layout, fast=layout in OF_LLAMA) for layout in LAYOUTS),
-        *spread(FAMILIES, SOME),
+        *(case("llama", layout, fast=layout == "dp2-tp2") for layout in LAYOUTS),
+        *spread(FAMILIES, SOME, twins=TWINS),
         *(slow(family, "dp2-tp2") for family in FAMILIES),
     ],
 )
@@ -67,7 +68,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("variant", "layout"), spread(VARIANTS, ["tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2"]))
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    spread(VARIANTS, ["tp2-sp", "tp2-sp-pp2-vpp2", "dp2-tp2"], twins=("attention bias", "MLP bias")),
+)
 def test_variants_equal_hf(ranks, tmp_path, block, variant, layout):
     family, changes = VARIANTS[variant]
     folder = tiny.save(family, tmp_path / "model", **changes)

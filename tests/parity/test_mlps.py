@@ -34,6 +34,8 @@ TYPES = (
     *("bamba", "cohere", "falcon", "gemma2", "gpt_neox", "gptj", "granite", "granitemoehybrid"),
     *("gpt2", "lfm2", "llama", "nanochat", "olmo2", "phi", "phi3", "recurrent_gemma"),
 )
+# Of llama and falcon, but for names.
+TWINS = ("bamba", "cohere", "gptj", "granite", "lfm2", "olmo2")
 
 
 MLP = "megasched.layers.megatron.mlp:MegatronMlp"
@@ -49,7 +51,7 @@ def _check(ranks, folder, layout, schedule, mlps=4):
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        *spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2")),
+        *spread(TYPES, ("tp2-sp", "pp2-vpp2", "tp2", "tp2-sp-pp2-vpp2"), twins=TWINS),
         ("falcon", "cp2"),
         slow("gemma2", "cp2"),
         ("olmo2", "one"),

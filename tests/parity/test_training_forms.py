@@ -92,7 +92,7 @@ def test_dropout_differs_between_tensor_parallel_ranks_only_where_activations_ar
 
 
 @pytest.mark.parametrize(
-    ("world", "flags"), [(1, []), slow(2, TP2_SP), (2, [*TP2_SP, "--use-distributed-optimizer"])]
+    ("world", "flags"), [slow(1, []), slow(2, TP2_SP), (2, [*TP2_SP, "--use-distributed-optimizer"])]
 )
 def test_bf16_stays_near_float32(ranks, tmp_path, world, flags):
     folder = tiny.save("llama", tmp_path)

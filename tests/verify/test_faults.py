@@ -74,11 +74,9 @@ def steps(ranks, tmp_path_factory):
 # The others take as long and show no more of what finds them.
 QUICK = (
     "low_ids_zeroed",
-    "one_id_wrong",
     "rotary_wrong_beyond_16",
     "wrong_from_the_second_step",
     "gradient_doubled_on_one_rank",
-    "gradient_on_one_rank_alone",
     "norm_counted_twice",
     "padding_counted",
     "replica_drifts",

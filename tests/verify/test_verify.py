@@ -11,6 +11,7 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.locate.locate import Finding
 from megasched.verify.numbers import Check
 from megasched.verify.verify import verify_schedule
+from tests.parity.cases import case
 
 FAULTS = Path(__file__).with_name("faults.py")
 TP2 = ParallelDims(tensor_model_parallel_size=2)
@@ -137,7 +138,11 @@ PLANTED = {
 BY_THE_SCHEDULE = {"forked_dropout": "fork_rng()", "rotary_in_bf16": "hook(", "multiplier_twice": "hook("}
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+# The first is found in bf16 below; the other has heads in another order, as one before it.
+TWINS = ("dropped_forward_reduce", "kv_head_of_another_group")
+
+
+@pytest.mark.parametrize("fault", [case(one, fast=one not in TWINS) for one in PLANTED])
 def test_a_planted_mistake_is_caught_and_located(ranks, tmp_path, fault):
     model_type, layout, direction, where, relation, cause = PLANTED[fault]
     found = verify_schedule(f"{FAULTS}:{fault}", save(model_type, tmp_path), layout, ranks=ranks)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from megasched.verify.ranks.pool import RankPool
+from tests.parity.cases import slow
 from tests.parity.operators.cases import operators
 from tests.parity.operators.steps import Verdict, check_all
 
@@ -36,7 +37,7 @@ def assert_right(found: dict[str, list[Verdict]], least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "first", "step"), [("tp2", 0, 16), ("tp2", 8, 16), ("tp2-sp", 0, 20), ("cp2", 0, 20)]
+    ("layout", "first", "step"), [slow("tp2", 0, 16), ("tp2", 8, 16), ("tp2-sp", 0, 20), ("cp2", 0, 20)]
 )
 def test_some_operators(ranks, layout, first, step):
     names = list(operators())[first::step]
