@@ -89,10 +89,10 @@ def step_by_shifted(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]
 
 
 def write(folder: Path, loss: str, **changes: Any) -> str:
-    """A folder without weights.
+    """A folder without weights, of two layers: the loss comes after them.
 
     Args:
         loss: body of a function of logits, labels, hidden and input_ids.
         changes: of the config.
     """
-    return remote.write(folder, FORWARD + " " * 8 + loss + "\n", **changes)
+    return remote.write(folder, FORWARD + " " * 8 + loss + "\n", **{"num_hidden_layers": 2, **changes})

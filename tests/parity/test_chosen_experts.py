@@ -50,7 +50,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", ["tp2-sp", slow("tp2"), slow("pp2")])
 def test_all_experts_have_whole_gradients(ranks, tmp_path, layout):
-    folder, (world, tp, flags) = remote.write(tmp_path / "model", MIXTURE), LAYOUTS[layout]
+    folder, (world, tp, flags) = remote.write(tmp_path / "model", MIXTURE, num_hidden_layers=2), LAYOUTS[layout]
     reports = ranks.run(world, train, folder, [*flags.split(), "--trust-remote-code"], iterations=1)
     (expected,) = ranks.run(1, hf_step, folder, batches_of(reports), trust_remote_code=True)
     assert all(gradient.any() for gradient in expected.gradients.values())  # every expert got tokens
@@ -58,10 +58,10 @@ def test_all_experts_have_whole_gradients(ranks, tmp_path, layout):
 
 
 def test_experts_that_are_cut_and_that_no_trial_meets_are_refused(tmp_path):
-    folder, schedule = remote.write(tmp_path / "model", MIXTURE), tmp_path / "sched.py"
+    folder, schedule = remote.write(tmp_path / "model", MIXTURE, num_hidden_layers=2), tmp_path / "sched.py"
     schedule.write_text(
         "def schedule(sch, layout):\n"
-        "    for layer in range(4):\n"
+        "    for layer in range(2):\n"
         "        for expert in range(5):\n"
         '            one = sch[f"model.layers.{layer}.mlp.experts.{expert}"]\n'
         '            one["up"].shard("weight", axis=0)\n'

@@ -9,6 +9,7 @@ import pytest
 from megasched.verify.parity import LAYOUTS, failure
 from megasched.verify.ranks.pool import RankError
 from tests import remote, ways
+from tests.parity.cases import case, slow, spread
 from tests.parity.steps import assert_equal, step_of_own_code
 
 # The vocabulary is padded, at one rank, too, which the definition's code must not see.
@@ -19,10 +20,9 @@ OF_LOGITS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-@pytest.mark.parametrize("lines", OF_LOGITS.values(), ids=OF_LOGITS)
-def test_logits_are_as_many_as_the_vocabulary_has(ranks, tmp_path, lines, layout):
-    folder = remote.write_of_logits(tmp_path / "model", lines)
+@pytest.mark.parametrize(("name", "layout"), spread(OF_LOGITS, ["tp2", "one"]))
+def test_logits_are_as_many_as_the_vocabulary_has(ranks, tmp_path, name, layout):
+    folder = remote.write_of_logits(tmp_path / "model", OF_LOGITS[name])
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
@@ -31,6 +31,11 @@ OF_THE_TABLE = {
     "by a function": "logits = F.linear(hidden, self.model.embed_tokens.weight) / 3",
     "by the head's weight": "logits = F.linear(hidden, self.lm_head.weight - self.lm_head.weight.mean(0))",
 }
+BY_A_WEIGHT = [
+    ("by a function", "pp2", True),
+    ("by a function", "tp2", False),
+    ("by the head's weight", "tp2", True),
+]
 TIES = {
     "of the head": "self.lm_head.weight = self.model.embed_tokens.weight",
     "of a factor": """
@@ -44,19 +49,24 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("lines", OF_THE_TABLE.values(), ids=OF_THE_TABLE)
-def test_logits_by_a_weight_that_other_code_reads(ranks, tmp_path, lines, layout, tied):
+@pytest.mark.parametrize(
+    ("name", "layout", "tied"),
+    [
+        case(name, layout, tied, fast=(name, layout, tied) in BY_A_WEIGHT)
+        for name in OF_THE_TABLE
+        for layout in ("tp2", "pp2")
+        for tied in (False, True)
+    ],
+)
+def test_logits_by_a_weight_that_other_code_reads(ranks, tmp_path, name, layout, tied):
     """The head itself is not called: what it gave would be a rank's part."""
-    folder = remote.write_of_hidden(tmp_path / "model", lines, tie_word_embeddings=tied)
+    folder = remote.write_of_hidden(tmp_path / "model", OF_THE_TABLE[name], tie_word_embeddings=tied)
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("lines", TIES.values(), ids=TIES)
-def test_ties_that_the_config_does_not_tell_of(ranks, tmp_path, lines, layout):
-    folder = remote.write_changed(tmp_path / "model", lines)
+@pytest.mark.parametrize(("name", "layout"), spread(TIES, ["pp2", "tp2"]))
+def test_ties_that_the_config_does_not_tell_of(ranks, tmp_path, name, layout):
+    folder = remote.write_changed(tmp_path / "model", TIES[name])
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 
@@ -83,7 +93,7 @@ def test_parameters_that_a_forward_writes_to_by_its_inputs(ranks, tmp_path):
     assert "a forward changes parameters (model.embed_tokens.weight)" in str(raised.value)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+@pytest.mark.parametrize("layout", [slow("tp2"), "cp2"])
 def test_parameters_that_each_replica_writes_to_alike(ranks, tmp_path, layout):
     folder = remote.write_changed(tmp_path / "model", CLAMPED)
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
@@ -115,10 +125,9 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-@pytest.mark.parametrize("lines", HELD.values(), ids=HELD)
-def test_what_functions_on_modules_hold(ranks, tmp_path, lines, layout):
-    folder = remote.write_changed(tmp_path / "model", lines)
+@pytest.mark.parametrize(("name", "layout"), spread(HELD, ["tp2", "one"]))
+def test_what_functions_on_modules_hold(ranks, tmp_path, name, layout):
+    folder = remote.write_changed(tmp_path / "model", HELD[name])
     assert_equal(step_of_own_code(ranks, folder, LAYOUTS[layout]))
 
 

@@ -65,7 +65,8 @@ WRONG = {
 
 
 def write(folder, body):
-    return remote.write(folder, HEAD + "        " + body.strip() + "\n")
+    """Of two layers: all that a mixture may do is tried in each."""
+    return remote.write(folder, HEAD + "        " + body.strip() + "\n", num_hidden_layers=2)
 
 
 def write_weights(folder):
@@ -97,6 +98,6 @@ def test_what_does_not_add_up_is_refused_by_name(tmp_path, name):
     assert "this Experts has the form that HF gives experts, but its experts and tokens" in str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "layout"), spread(WRONG, ["cp2", "tp2-sp"]))
+@pytest.mark.parametrize(("name", "layout"), spread(WRONG, ["cp2", "tp2-sp"], twins=["weights add up to one"]))
 def test_it_stays_whole_elsewhere(ranks, tmp_path, name, layout):
     assert_step_equal(ranks, write(tmp_path / "model", WRONG[name]), layout)
