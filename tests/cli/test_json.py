@@ -154,7 +154,9 @@ def with_json(words):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_object_and_nothing_else(case, run):
+def test_one_object_and_nothing_else(case, run, request):
+    if case == "verify":
+        request.getfixturevalue("ranks_of_commands")
     words, keys = CASES[case]
     status, out, err = run(*with_json(words))
     found = json.loads(out)

@@ -105,5 +105,6 @@ def shown_by(report: ShowReport) -> Counter[Sent]:
 def test_ranks_send_what_is_shown(request, tmp_path, name):
     case = CASES[name]
     run = run_case(case, request, tmp_path, MODELS[case.model], LENGTH, **INTEGERS)
+    assert run.faults() == []
     report = inspect_schedule(case.schedule, str(tmp_path), case.layout, sequence_length=LENGTH)
     assert found_in(run, case.layout) == shown_by(report)

@@ -6,11 +6,12 @@ from tests import tiny
 from tests.ghost.process import INTEGERS
 from tests.ghost.runs import OVERLAP, PP2, TP2, train
 
+# test_communication.py has a run of two ranks that is not slow.
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "fused": ("fused", 1, ""),
     "tp2 + sp": ("fused", 2, TP2),
-}
-SLOW = {
     "leaf": ("leaf", 1, ""),
     "block": ("block", 1, ""),
     "recompute": ("fused", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
@@ -29,8 +30,8 @@ def llama(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", [*RUNS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("case", RUNS)
 def test_a_run_trains_and_its_ranks_agree(llama, case):
-    level, ranks, flags = {**RUNS, **SLOW}[case]
+    level, ranks, flags = RUNS[case]
     run = train(llama, level, flags.split(), ranks=ranks, **INTEGERS)
     assert run.faults() == []

@@ -12,6 +12,7 @@ from megasched.planner.measure.probe import fake_groups, measure
 from megasched.planner.stand_ins.kernels import attended_on_rank
 from megasched.trainer.session import open_session
 from megasched.trainer.stages.stage import Stage
+from tests.parity.cases import spread
 from tests.planner.configs import config_of
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32
@@ -74,8 +75,7 @@ def test_what_megatrons_layer_keeps_in_8_bits(tmp_path, model_type, tp):
     assert found.layer == BATCH * LENGTH * (bytes_per_token + sums)
 
 
-@pytest.mark.parametrize("level", ["leaf", "fused", "parts", "block"])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("level", "tp"), spread(["leaf", "fused", "block", "parts"], [2, 1]))
 def test_products_of_sharded_linears_are_in_8_bits(folder, tmp_path, level, tp):
     layout = {"tensor_model_parallel_size": tp} if tp > 1 else {}
     found = measured(folder, schedule_at(level, tmp_path), **layout, fp8=TENSORWISE)
@@ -114,8 +114,7 @@ def test_context_parallelism_halves_attention_and_keeps_no_keys_of_others(folder
     assert part.forward_work.sent["allgather_base", "CONTEXT_PARALLEL_GROUP", True] > 0
 
 
-@pytest.mark.parametrize("fp8", [None, TENSORWISE])
-@pytest.mark.parametrize("level", ["fused", "parts", "block"])
+@pytest.mark.parametrize(("level", "fp8"), spread(["fused", "parts", "block"], [None, TENSORWISE]))
 def test_full_recompute_keeps_the_hidden_state_alone(folder, tmp_path, level, fp8):
     """Megatron's layer would hold on to what was recomputed (``MegatronLayer.forward``)."""
     found = measured(folder, schedule_at(level, tmp_path), recompute="full", fp8=fp8)
@@ -186,8 +185,7 @@ def mixture(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("ep", "on_gpu"), spread([2, 1], [True, False]))
 def test_megatrons_mixture_computes_as_much_as_hfs(mixture, tmp_path, ep, on_gpu):
     """Pairs of token and expert, two of each token, go to their experts and come back; with a weight each."""
     layout = {"expert_model_parallel_size": ep} if ep > 1 else {}

@@ -174,7 +174,9 @@ def run(model, path, *more):
     return end.value.code
 
 
-def test_the_table(model, tmp_path, capsys):
+def test_the_table(planned, model, tmp_path, capsys, monkeypatch):
+    """Of what was planned for the same words already."""
+    monkeypatch.setattr("megasched.cli.search.plan.plan", lambda hf_model, **options: planned[0])
     page = tmp_path / "page.html"
     assert run(model, hardware(tmp_path, 0.08), "--top", "2", "--html", str(page)) == 0
     printed = capsys.readouterr().out
