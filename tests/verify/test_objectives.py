@@ -1,5 +1,6 @@
 """``megasched verify --objective``: models that do not predict the next token, held against their own classes."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,19 @@ def save(family, folder):
     return str(folder)
 
 
-def verified(family, folder, layout, objective, ranks, schedule="auto", **options):
-    return verify_schedule(schedule, save(family, folder), layout, objective=objective, ranks=ranks, **options)
+def verified(family, folder, layout, objective, ranks, **options):
+    return verify_schedule("auto", save(family, folder), layout, objective=objective, ranks=ranks, **options)
+
+
+@pytest.fixture(scope="module")
+def found_of(ranks, tmp_path_factory):
+    """What is found of a model at a layout, once for all tests."""
+
+    @cache
+    def found(family, name, layout):
+        return verified(family, tmp_path_factory.mktemp(family), layout, OBJECTIVES[name], ranks)
+
+    return found
 
 
 @pytest.mark.parametrize(
@@ -46,8 +58,8 @@ def verified(family, folder, layout, objective, ranks, schedule="auto", **option
         ("bart", SEQ2SEQ_LM, TP2),
     ],
 )
-def test_what_is_right_is_found_equal(ranks, tmp_path, family, objective, layout):
-    found = verified(family, tmp_path, layout, objective, ranks)
+def test_what_is_right_is_found_equal(found_of, family, objective, layout):
+    found = found_of(family, objective.name, layout)
     assert (found.verdict, found.finding) == ("equal", None)
     numbers = {check.name: check.error for check in found.checks if check.error is not None}
     assert list(numbers)[:6] == ["loss", "logits", "hidden states", "gradients", "gradient norm", "weights"]
@@ -115,9 +127,8 @@ def test_a_model_without_such_a_class_is_refused(tmp_path, family, objective, wo
         verified(family, tmp_path, TP2, objective, None)
 
 
-def test_a_certificate_says_what_it_was_trained_to_do(ranks, tmp_path):
-    found = verified("bert", tmp_path, ParallelDims(), MASKED_LM, ranks)
-    certify(found, tmp_path / "certificate")
+def test_a_certificate_says_what_it_was_trained_to_do(found_of, tmp_path):
+    certify(found_of("roberta", MASKED_LM.name, CHUNKS), tmp_path / "certificate")
     assert '"objective": "masked_lm"' in (tmp_path / "certificate").read_text()
 
 
