@@ -24,8 +24,9 @@ from tests.dialects.steps import (
     whole,
 )
 from tests.dialects.test_torch import layers_of
-from tests.dialects.test_zero import BOUNDS, FAMILIES
+from tests.dialects.test_zero import BOUNDS, FAMILIES, LATER
 from tests.lowering.models import tiny_model
+from tests.parity.cases import slow, spread
 
 
 def sharded(stage: Any, group: Any) -> Any:
@@ -171,14 +172,14 @@ def test_what_a_stage_would_drop_is_refused(ranks: Any) -> None:
         assert "takes token ids [b, s] alone, and was given 2 tensors" in mask
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # both with tied embeddings
+@pytest.mark.parametrize("family", ["qwen3", slow("gpt2")])  # both with tied embeddings
 def test_interleaved_stages_are_one_process(ranks: Any, family: str) -> None:
     for found in ranks.run(2, _interleaved, family):
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
 
 
-@pytest.mark.parametrize("tp", [2, 1], ids=["TP2 x PP2", "PP2 x DP2 with FSDP2"])
-@pytest.mark.parametrize("family", FAMILIES)
+# TP2 x PP2, and PP2 x DP2 with FSDP2.
+@pytest.mark.parametrize(("family", "tp"), spread(FAMILIES, (2, 1), twins=LATER))
 def test_stages_are_one_process(ranks: Any, family: str, tp: int) -> None:
     for found in ranks.run(4, _against_one_process, family, tp):
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}

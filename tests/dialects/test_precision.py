@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,15 @@ def in_stages(family: str) -> Weights:
     return weights
 
 
+@cache
+def references(ranks: Any, family: str, stage: int) -> tuple[Weights, Weights]:
+    """Plain HF's weights, and those of float32."""
+    return ranks.run(4, plain, family, stage)[0], in_float32(family)
+
+
 def ratios(ranks: Any, family: str, stage: int, run: Any, *given: Any) -> dict[str, float]:
     """Distance from float32 over that of plain HF: of all weights together, and the largest of a single one."""
-    theirs, found = ranks.run(4, plain, family, stage)[0], ranks.run(4, run, family, *given)[0]
-    exact = in_float32(family)
+    (theirs, exact), found = references(ranks, family, stage), ranks.run(4, run, family, *given)[0]
     assert found.keys() == theirs.keys() == exact.keys()
 
     def off(weights: Weights, *names: str) -> float:
@@ -180,7 +186,7 @@ def _offloaded(family: str, stage: int, extensions: str) -> dict[str, float]:
     return gaps(Steps(losses, norms, weights), one_process(family))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_offload_with_torchs_optimizer(deepspeed_ranks: Any, stage: int) -> None:
     for found in deepspeed_ranks.run(4, _offloaded, "llama", stage, ""):
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
