@@ -13,14 +13,16 @@ from megasched.json_output import print_json
 
 # Columns of a report that goes to a file or a pipe.
 PIPE_WIDTH = 100
+# Of a list with a line for each entry, which is cut nowhere there.
+LIST_WIDTH = 1000
 # Of a value in the arithmetic that training runs in.
 BYTES_16_BITS = 2
 BYTES_32_BITS = 4
 
 
-def report_console() -> Console:
+def report_console(pipe_width: int = PIPE_WIDTH) -> Console:
     """Returns a console on standard output, which has colours and its own width when it is a terminal."""
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else pipe_width
     return Console(highlight=False, width=width)
 
 

@@ -122,7 +122,9 @@ def new_adapter(
 
 
 def archs(
-    name: Annotated[str | None, typer.Argument(help="Print all about this model type.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A model type or a class, e.g. LlamaForCausalLM, or a part of its name.")
+    ] = None,
     run: Annotated[bool, typer.Option("--run", help="Check it here and now; a minute or so.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of the documentation.")] = False,
     as_json: Json = False,
@@ -137,11 +139,10 @@ def archs(
     if name is None:
         report.print_all(as_json=as_json, as_markdown=as_markdown)
         return
-    with json_only(as_json):
-        results = check_here(name) if run else report.known_results(name)
-    if as_json:
-        print_json(results)
+    if run:
+        with json_only(as_json):
+            results = check_here(name)
+        good = report.print_one(name, results, as_json=as_json)
     else:
-        report.print_architecture(name, results, report_console())
-    good = all(outcome["verdict"] in report.FINE for kind, outcome in results.items() if kind != "facts")
+        good = report.print_found(name, as_json=as_json)
     raise typer.Exit(0 if good else 1)

@@ -195,16 +195,15 @@ def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:
     Raises:
         ConfigError: with what is known of the architecture, and what can be done.
     """
-    doubts = unverified(model, layout, load_matrix()["types"])
+    results = load_matrix()["types"]
+    doubts = unverified(model, layout, results)
     if not doubts:
         return
     objective = objective_of(model)
-    if objective is CAUSAL_LM and not custom_classes(model):
-        command = shell_command("archs", model.config.model_type)
-        remedy = f"`{command}` shows what is known, with --run it checks this machine's copy"
-    else:
-        asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"
-        check = f"`megasched verify{asked} --certificate FILE`"
-        remedy = f"{check} checks it, and --require-certificate FILE runs it then"
+    asked = "" if objective is CAUSAL_LM else f" --objective {objective.name}"
+    check = f"`megasched verify{asked} --certificate FILE`"
+    remedies = [f"{check} checks it, and --require-certificate FILE runs it then"]
+    if objective is CAUSAL_LM and not custom_classes(model) and model.config.model_type in results:
+        remedies.insert(0, f"`{shell_command('archs', model.config.model_type)}` shows what is known")
     lines = "\n  - ".join(["not known to be right:", *doubts])
-    raise ConfigError(f"{lines}\n{remedy}; --allow-unverified runs it as it is")
+    raise ConfigError(f"{lines}\n{'; '.join(remedies)}; --allow-unverified runs it as it is")

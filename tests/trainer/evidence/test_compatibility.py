@@ -174,8 +174,13 @@ def test_the_refusal_says_what_can_be_done(llama, monkeypatch):
     with pytest.raises(ConfigError, match="not known to be right") as refused:
         refuse_unverified(llama, TP2)
     assert "model type 'llama' has not been checked" in str(refused.value)
-    assert "megasched archs llama` shows" in str(refused.value)
+    assert "megasched archs" not in str(refused.value)  # which would say the same
+    assert "`megasched verify --certificate FILE` checks it, and --require-certificate FILE" in str(refused.value)
     assert "--allow-unverified" in str(refused.value)
+    wrong = {"verdict": "wrong", "errors": {}, "why": "loss differ"}
+    monkeypatch.setattr(compatibility, "load_matrix", lambda: {"types": {"llama": {"tp2": wrong}}})
+    with pytest.raises(ConfigError, match=r"megasched archs llama` shows what is known; `megasched verify"):
+        refuse_unverified(llama, TP2)
 
 
 def test_of_a_class_of_ones_own_verify_is_the_way(llama):
