@@ -8,15 +8,12 @@ entry point group ``megasched.model_adapters`` (a module-level ``Adapter``, or a
 from __future__ import annotations
 
 import fnmatch
-import runpy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -30,6 +27,7 @@ from megasched.errors import ConfigError, Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.roles import ROLES, Cut, Roles
 from megasched.model_adapters import families
+from megasched.model_adapters.adapter_file import FLAG, run_adapter
 from megasched.model_adapters.generic import head_counts, read_plan
 from megasched.model_adapters.reading.attention import AttentionFacts, read_attention
 from megasched.model_adapters.reading.layer import LayerFacts, read_layer
@@ -200,13 +198,20 @@ def _load(point: EntryPoint) -> Sequence[Adapter]:
             f"the adapter {_origin(point)} can't be imported: {type(error).__name__}: {error}; "
             "repair or uninstall that package"
         ) from error
-    adapters = [loaded] if isinstance(loaded, Adapter) else loaded
-    if not (isinstance(adapters, list | tuple) and all(isinstance(adapter, Adapter) for adapter in adapters)):
+    adapters = _listed(loaded)
+    if adapters is None:
         raise ConfigError(
             f"the adapter {_origin(point)} is a {type(loaded).__name__}; an entry point of the group {GROUP} "
             "names an Adapter, or a list of them"
         )
     return adapters
+
+
+def _listed(loaded: Any) -> Sequence[Adapter] | None:
+    """Returns the adapters that an ``ADAPTER`` stands for, one or several; None where it is something else."""
+    adapters = [loaded] if isinstance(loaded, Adapter) else loaded
+    sound = isinstance(adapters, list | tuple) and all(isinstance(adapter, Adapter) for adapter in adapters)
+    return adapters if sound else None
 
 
 def _origin(point: EntryPoint) -> str:
@@ -215,33 +220,20 @@ def _origin(point: EntryPoint) -> str:
     return f"{point.name} = {point.value} of {package}"
 
 
-def load_adapter(file: str | Path) -> Adapter:
-    """Loads ``ADAPTER`` from a Python file that no package registers.
+def load_adapter(file: str, model_type: str) -> Adapter:
+    """Loads the adapter for a model type from a Python file that no package registers.
 
     Raises:
-        ConfigError: the file can't be run, or has no ``ADAPTER``.
+        ConfigError: the file can't be run, or has no ``ADAPTER`` for this model type.
     """
-    try:
-        found = runpy.run_path(str(file)).get("ADAPTER")
-    except Exception as error:  # whatever the file's code raises
-        raise ConfigError(f"{file} can't be run: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Adapter):
-        raise ConfigError(f"{file} has no ADAPTER = Adapter(...) at module level")
-    return found
-
-
-# Adapters that stand before the installed ones, the last first.
-_USED: list[Adapter] = []
-
-
-@contextmanager
-def using(adapter: Adapter) -> Iterator[None]:
-    """Runs its body with an adapter that takes precedence over installed ones for its model types."""
-    _USED.append(adapter)
-    try:
-        yield
-    finally:
-        _USED.pop()
+    adapters = _listed(run_adapter(file).get("ADAPTER"))
+    if adapters is None:
+        raise ConfigError(f"{FLAG} {file}: it has no ADAPTER = Adapter(...) at module level")
+    for adapter in adapters:
+        if model_type in adapter.model_types:
+            return adapter
+    types = ", ".join(name for adapter in adapters for name in adapter.model_types)
+    raise ConfigError(f"{FLAG} {file}: it is for model type {types}, and this model is of {model_type!r}")
 
 
 def find_adapter(model_type: str) -> Adapter | None:
@@ -250,16 +242,17 @@ def find_adapter(model_type: str) -> Adapter | None:
     Raises:
         ConfigError: a package's adapter can't be imported, or two are for one model type.
     """
-    for adapter in reversed(_USED):
-        if model_type in adapter.model_types:
-            return adapter
     found = _installed().get(model_type)
     return found[0] if found else own_adapters().get(model_type)
 
 
-def has_roles(model_type: str) -> bool:
-    """Returns whether an adapter gives the roles of this model type; else HF's plan and inference do."""
-    adapter = find_adapter(model_type)
+def has_roles(model_type: str, adapter: Adapter | None = None) -> bool:
+    """Returns whether an adapter gives the roles of this model type; else HF's plan and inference do.
+
+    Args:
+        adapter: one that stands before any installed one.
+    """
+    adapter = adapter or find_adapter(model_type)
     return adapter is not None and adapter.roles is not None
 
 
@@ -272,14 +265,17 @@ def adapter_origin(model_type: str) -> str:
     return found[1] if found else ""
 
 
-def roles_of(model: nn.Module) -> Roles:
+def roles_of(model: nn.Module, adapter: Adapter | None = None) -> Roles:
     """Returns the roles of a definition, from an adapter with roles or else from HF's plan (see ``generic.py``).
+
+    Args:
+        adapter: one that stands before any installed one.
 
     Raises:
         ConfigError: the adapter does not fit the definition, or HF's plan has an unknown style.
     """
     model_type = getattr(model.config, "model_type", "")
-    adapter = find_adapter(model_type) or Adapter((model_type,))
+    adapter = adapter or find_adapter(model_type) or Adapter((model_type,))
     roles = _that_can_be_cut(model, adapter.bind(model))
     experts = dict.fromkeys(find_experts(model), "moe.experts")
     origin = dict.fromkeys(experts, "has the form of HF's experts")

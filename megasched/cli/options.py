@@ -8,6 +8,7 @@ import typer
 
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import check_schedule
+from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.reading.hf_source import check_hf_model
 
 HfModel = Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model; only its config.json is read.")]
@@ -34,21 +35,31 @@ HfOverride = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="FILE",
+        help="What megasched is told of the architecture, as `megasched new-adapter` writes it.",
+    ),
+]
 Objective = Annotated[
     str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
-def check_named(hf_model: str, *schedules: str | None) -> None:
+def check_named(hf_model: str, *schedules: str | None, adapter: str | None = None) -> None:
     """Checks that what a command names is there, before it imports what takes seconds.
 
     Raises:
-        ConfigError, ScheduleError: no such file or folder, or a schedule file that is no Python.
+        ConfigError, ScheduleError: no such file or folder, or a schedule or an adapter that is no Python.
     """
     for schedule in filter(None, schedules):
         check_schedule(schedule)
     check_hf_model(hf_model)
+    if adapter is not None:
+        compile_adapter(adapter)
 
 
 def layout_of(

@@ -28,7 +28,7 @@ from megasched.language.schedule_file import ScheduleFunction, apply_schedule, f
 from megasched.layers import attention
 from megasched.lowering.lora import adapt_modules
 from megasched.lowering.replace import replace_modules
-from megasched.model_adapters.registry import has_roles, roles_of
+from megasched.model_adapters.registry import Adapter, has_roles, load_adapter, roles_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ class ScheduledDefinition:
         structure: its layer stack, where that can be found.
         schedule: the value of ``--model-schedule``.
         function: the schedule of that name.
+        adapter: that stands before any installed one; None without a file of one.
         runs: cached runs of the definition on meta, for plans.
     """
 
@@ -50,6 +51,7 @@ class ScheduledDefinition:
     structure: LayerStack | None
     schedule: str
     function: ScheduleFunction
+    adapter: Adapter | None = None
     runs: AnalysisCache = field(default_factory=AnalysisCache)
 
     def apply(self, layout: ParallelDims) -> Schedule:
@@ -66,45 +68,55 @@ class ScheduledDefinition:
     def _roles(self, layout: ParallelDims) -> Roles:
         """Returns the roles of the definition; where none are known, empty ones, which ``auto`` can't use."""
         try:
-            return find_roles(self.definition, self.structure, layout)
+            return find_roles(self.definition, self.structure, layout, self.adapter)
         except ConfigError:
-            if self.schedule == "auto":
+            if self.schedule == "auto" or self.adapter is not None:
                 raise
             return Roles()
 
 
-def find_roles(model: Any, structure: LayerStack | None, layout: ParallelDims) -> Roles:
+def find_roles(
+    model: Any, structure: LayerStack | None, layout: ParallelDims, adapter: Adapter | None = None
+) -> Roles:
     """Returns the roles of an HF model's adapter, or else those of HF's plan and those that can be inferred.
 
     Args:
         structure: its layer stack, where that can be found.
+        adapter: that stands before any installed one.
 
     Raises:
         ConfigError: the adapter does not fit the model, or HF's plan has an unknown style.
     """
-    roles = roles_of(model)
-    if has_roles(model.config.model_type):
+    roles = roles_of(model, adapter)
+    if has_roles(model.config.model_type, adapter):
         return roles
     return infer_roles(model, roles, structure, tp=max(layout.tp, 2), sequence_parallel=layout.sp)
 
 
 def open_definition(
-    schedule: str, hf_model: str, overrides: Sequence[str], *, trust_remote_code: bool, objective: str | None
+    schedule: str,
+    hf_model: str,
+    overrides: Sequence[str],
+    *,
+    trust_remote_code: bool,
+    objective: str | None,
+    adapter: str | None,
 ) -> ScheduledDefinition:
-    """Loads config, definition and schedule; the arguments are those of ``open_session``.
+    """Loads config, definition, schedule and adapter; the arguments are those of ``open_session``.
 
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     function = find_schedule(schedule)
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
+    loaded = None if adapter is None else load_adapter(adapter, config.model_type)
     definition = build_definition(config, find_objective(objective), trust_remote_code=trust_remote_code)
     if (path := holds_tensor(definition)) is not None:
         what = "a function on it (its forward, or a hook) holds a parameter or a buffer, and a run has others"
         remedy = "have the function hold the module, and read the tensor off that when it runs"
         raise ScheduleError(Problem(what, path, remedy=remedy))
     attention.enable(definition)
-    return ScheduledDefinition(definition, layer_stack_of(definition), schedule, function)
+    return ScheduledDefinition(definition, layer_stack_of(definition), schedule, function, loaded)
 
 
 def _refuse_computed_weights(schedule: Schedule) -> None:

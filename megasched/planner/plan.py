@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.search import Candidate, Job, search
 from megasched.printing.shell_command import program
+from megasched.trainer.evidence.compatibility import model_words
 from megasched.trainer.session import Session, open_session
 
 
@@ -24,6 +25,7 @@ class PlanReport:
     Attributes:
         fitting: candidates that can be run, fastest first.
         out: candidates that can't.
+        model_words: flags that say of the model more than its folder.
     """
 
     job: Job
@@ -31,6 +33,7 @@ class PlanReport:
     schedule: str
     fitting: list[Candidate]
     out: list[Candidate]
+    model_words: list[str] = field(default_factory=list)
 
     def ranked(self) -> list[Candidate]:
         """Returns the fastest of each TP, PP, CP and EP; others differ in micro-batch, chunks or recompute."""
@@ -99,6 +102,7 @@ def plan(
     largest_context: int = 1,
     overrides: list[str] | None = None,
     trust_remote_code: bool = False,
+    adapter: str | None = None,
     on_group: Callable[[ParallelDims], Any] = lambda layout: None,
 ) -> PlanReport:
     """Searches the layouts of a job.
@@ -109,6 +113,7 @@ def plan(
         fp8_recipe: recipe of 8-bit training; None for bf16.
         grad_reduce_in_bf16: sum and send gradients in bf16.
         largest_context: largest CP of the layouts that are looked at.
+        adapter: the value of ``--adapter``.
         on_group: called with TP, CP and EP of the layouts that come next.
 
     Raises:
@@ -121,8 +126,9 @@ def plan(
         )
     if fp8_recipe is not None and hardware.fp8_tflops is None:
         raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
+    asked = {"overrides": overrides or (), "trust_remote_code": trust_remote_code, "adapter": adapter}
     job = Job(
-        _opened_sessions(hf_model, schedule, sequence_length, overrides or (), trust_remote_code),
+        _opened_sessions(hf_model, schedule, sequence_length, asked),
         hardware,
         gpus,
         sequence_length,
@@ -138,16 +144,19 @@ def plan(
             "divides the batch and the sequence evenly"
         )
     fitting, out = [c for c in found if not c.why_out], [c for c in found if c.why_out]
-    return PlanReport(job, hf_model, schedule, fitting, out)
+    return PlanReport(job, hf_model, schedule, fitting, out, model_words(**asked))
 
 
 def _opened_sessions(
-    hf_model: str, schedule: str, sequence_length: int, overrides: Sequence[str], trust_remote_code: bool
+    hf_model: str, schedule: str, sequence_length: int, asked: Mapping[str, Any]
 ) -> Callable[[ParallelDims], Session]:
     """Returns a function from layouts to sessions.
 
     It opens one session with CP and one without, when the first layout of that kind is asked for; other layouts
     share what these know of the model.
+
+    Args:
+        asked: further arguments of ``open_session``.
     """
     opened: dict[bool, Session] = {}
 
@@ -155,9 +164,7 @@ def _opened_sessions(
         splits = layout.cp > 1
         if splits in opened:
             return opened[splits].with_layout(layout)
-        opened[splits] = open_session(
-            schedule, hf_model, layout, overrides=overrides, trust_remote_code=trust_remote_code
-        )
+        opened[splits] = open_session(schedule, hf_model, layout, **asked)
         opened[splits].freeze_unreached(1, sequence_length)
         return opened[splits]
 
@@ -198,4 +205,4 @@ def slurm_words(report: PlanReport, candidate: Candidate) -> list[str]:
     each = min(job.gpus, job.hardware.gpus_per_node)
     launch = [*program(), "launch", "slurm", "--nodes", str(job.gpus // each), "--gpus-per-node", str(each)]
     script = ["pretrain_gpt.py", "--model-schedule", report.schedule, "--hf-model", report.hf_model]
-    return [*launch, "--", *script, *run_words(report, candidate)]
+    return [*launch, "--", *script, *report.model_words, *run_words(report, candidate)]

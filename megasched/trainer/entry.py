@@ -26,6 +26,7 @@ from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports, quiet_run, without_collections
 from megasched.language.schedule_file import check_schedule
+from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.parent_process import end_with_parent
 from megasched.printing.shell_command import shell_command
 from megasched.reading.hf_source import check_hf_model
@@ -146,7 +147,7 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
     """Checks that what the flags name exists, before anything heavy is imported.
 
     Raises:
-        ConfigError: no schedule, no model, or a path that is not there.
+        ConfigError: no schedule, no model, a path that is not there, or a syntax error in the adapter's file.
         ScheduleError: the schedule file has a syntax error.
     """
     if not own.model_schedule:
@@ -160,6 +161,8 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
             "--model-schedule needs --hf-model: the folder of the Hugging Face model that the schedule is for"
         )
     check_hf_model(own.hf_model)
+    if own.adapter is not None:
+        compile_adapter(own.adapter)
     if own.megasched_trace is not None:
         check_trace_file(own.megasched_trace)
 

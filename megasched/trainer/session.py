@@ -288,6 +288,7 @@ def open_session(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
+    adapter: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> Session:
     """Loads the config, definition, adapter and schedule of a run.
@@ -299,6 +300,7 @@ def open_session(
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
         objective: the value of ``--objective``.
+        adapter: the value of ``--adapter``.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
@@ -307,7 +309,12 @@ def open_session(
     if layout.cp > 1:
         registry.apply("zigzag_positions")
     known = open_definition(
-        schedule, hf_model, overrides, trust_remote_code=trust_remote_code, objective=objective
+        schedule,
+        hf_model,
+        overrides,
+        trust_remote_code=trust_remote_code,
+        objective=objective,
+        adapter=adapter,
     )
     return _open(known, layout, make_vocab_size_divisible_by)
 

@@ -58,6 +58,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         overrides=args.hf_override or (),
         trust_remote_code=bool(args.trust_remote_code),
         objective=args.objective,
+        adapter=args.adapter,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     session.freeze_unreached(args.micro_batch_size, args.seq_length)
@@ -79,7 +80,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
 def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
     """Refuses a run without evidence that it computes what the definition does."""
     if args.require_certificate is not None:
-        subject = subject_of(schedule, session.definition, session.plan.layout)
+        subject = subject_of(schedule, session.definition, session.plan.layout, args.adapter)
         require_certificate(Path(args.require_certificate), subject)
     elif not args.allow_unverified:
         refuse_unverified(session.definition, session.plan.layout)
@@ -176,6 +177,7 @@ def _warn_of_options(session: Session, args: Namespace) -> None:
         overrides=args.hf_override or (),
         trust_remote_code=bool(args.trust_remote_code),
         objective=args.objective,
+        adapter=args.adapter,
     )
     print(f"megasched: warning: {of_unchecked_options(options, command)}")
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import Any, Literal
 
 from megasched.definition.build import load_config
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
-from megasched.model_adapters.registry import load_adapter, using
 from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError, RankPool
@@ -93,11 +91,12 @@ def check_layout(
     layout, started = LAYOUTS[name], time.monotonic()
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
     flags += ["--trust-remote-code"] if trust_remote_code else []
+    flags += ["--adapter", adapter] if adapter else []
     options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
     try:
         if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:
             return Outcome("not applicable", {}, why="its tokens go through no experts")
-        reports = ranks.run(layout.world_size, train_step, adapter, folder, flags, timeout=timeout, **options)
+        reports = ranks.run(layout.world_size, trainer_run.train, folder, flags, timeout=timeout, **options)
         batches = trainer_run.batches_of(reports)
         (expected,) = ranks.run(1, reference_step, folder, batches, trust_remote_code, timeout=timeout)
     except RankError as error:
@@ -115,12 +114,6 @@ def routes_to_experts(folder: str) -> bool:
     """Returns whether a model's config routes each token to some of several experts; runs in a rank."""
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
-
-
-def train_step(adapter: str, folder: str, flags: list[str], **options: Any) -> trainer_run.RankReport:
-    """Runs ``trainer_run.train`` in a rank, under the adapter in a file where one is named."""
-    with using(load_adapter(adapter)) if adapter else nullcontext():
-        return trainer_run.train(folder, flags, **options)
 
 
 def reference_step(folder: str, batches: Any, trust_remote_code: bool = False, in_float64: bool = False) -> HfStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from megasched.definition.small_models.small_models import copy_code, small_copy
 from megasched.errors import ConfigError
 from megasched.language.lora import A, B, Lora
 from megasched.language.parallel_dims import ParallelDims
+from megasched.model_adapters.registry import load_adapter
 from megasched.reading.files import read_bytes
 from megasched.verify import batches as make
 from megasched.verify import recording, trainer_run
@@ -77,6 +79,7 @@ class Steps:
         sizes = make.flags(self.layout, self._config(), self.subject.objective)
         flags = [*self.layout.flags(), *sizes, *STEP_FLAGS]
         flags += ["--trust-remote-code"] if self.subject.trust_remote_code else []
+        flags += ["--adapter", self.subject.adapter] if self.subject.adapter is not None else []
         flags += ["--bf16"] if self.bf16 else []
         batches = self._up_to(look)
         file = Path(self.subject.batches)
@@ -161,6 +164,7 @@ class Subject:
         weights: file of safetensors by the names of parameters; None where they are a checkpoint of HF's.
         batches: path for the file of batches.
         small: whether it is a copy that was made for this.
+        adapter: file of the adapter that stands before an installed one.
         notes: what was changed in the model, and what no check sees of it.
     """
 
@@ -172,6 +176,7 @@ class Subject:
     batches: str
     trust_remote_code: bool
     small: bool
+    adapter: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -185,6 +190,7 @@ def make_subject(
     overrides: Sequence[str],
     trust_remote_code: bool,
     objective: Objective = CAUSAL_LM,
+    adapter: str | None = None,
 ) -> Subject:
     """Makes the folder that is verified: a small copy of a model, or the model with its dropouts off.
 
@@ -210,6 +216,8 @@ def make_subject(
         notes += [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
     else:
         config = small_copy(config, layers=depth, objective=objective)
+    if adapter is not None:
+        load_adapter(adapter, config.model_type)  # what is wrong with it is told before any rank starts
     build_definition(config, objective, trust_remote_code=trust_remote_code)  # or says why there is none
     windows = unreached_windows(config, layout, objective)
     notes += [f"no sequence is longer than {field} {value}" for field, value in windows.items()]
@@ -223,7 +231,8 @@ def make_subject(
     weights = None if own else str(target / "model.safetensors")
     batches = str(target.with_name("batches.safetensors"))
     found = Subject(str(target), name, depth, objective, weights, batches, trust_remote_code, not full_size)
-    return replace(found, notes=tuple(notes))
+    # The ranks may run elsewhere.
+    return replace(found, notes=tuple(notes), adapter=None if adapter is None else os.path.abspath(adapter))
 
 
 def _has_weights(hf_model: str) -> bool:

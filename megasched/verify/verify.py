@@ -38,6 +38,7 @@ def verify_schedule(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: Objective = CAUSAL_LM,
+    adapter: str | None = None,
     ranks: RankPool | None = None,
     timeout: float = 600,
     progress: Callable[[str], None] = lambda doing: None,
@@ -45,20 +46,18 @@ def verify_schedule(
     """Compares three steps of Megatron's trainer under a schedule with plain transformers and torch.
 
     The trainer is rehearsed on CPUs, the reference runs in a process that never imports megasched. Compared are
-    loss, logits and gradient norm of each step, what leaves each layer and the gradient that comes back to it,
-    every gradient of the first step and every weight after the last, on every rank that holds it; in bf16 loss,
-    logits, gradients and their norm of one step.
+    loss, logits and gradient norm of each step, what leaves each layer and the gradient that comes back, every
+    gradient of the first step and every weight after the last; in bf16 loss, logits and gradients of one step.
 
     Args:
         schedule: as in ``--model-schedule``.
         hf_model: folder, config file or hub id.
         bf16: train in bf16, and take plain HF's own error in bf16 as the measure (``bfloat16.py``).
-        full_size: take the model as it is, with its weights where the folder has some; otherwise a small copy
-            of the same structure, with random ones.
+        full_size: take the model as it is, with the weights of its folder; otherwise a small copy of it.
         layers: number of layers of the small copy; 4, or as many as there are stages, by default.
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
-        objective: what the model is trained to do, which decides its class and the script.
+        objective, adapter: as in ``--objective``, which decides class and script, and ``--adapter``.
         ranks: processes to run it on; own ones by default.
         timeout: seconds for each of the runs.
         progress: called with what is being done.
@@ -78,6 +77,7 @@ def verify_schedule(
             overrides=overrides,
             trust_remote_code=trust_remote_code,
             objective=objective,
+            adapter=adapter,
         )
         found = Verification(schedule, hf_model, layout, subject.model, not full_size, subject.layers, "equal")
         found.bf16, found.objective, found.notes = bf16, objective.name, list(subject.notes)
@@ -90,7 +90,12 @@ def verify_schedule(
 
 
 def certify(
-    found: Verification, path: Path, *, overrides: Sequence[str] = (), trust_remote_code: bool = False
+    found: Verification,
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> None:
     """Writes a verification as a certificate, whatever its verdict.
 
@@ -100,7 +105,7 @@ def certify(
     config = load_config(found.hf_model, overrides, trust_remote_code=trust_remote_code)
     objective = find_objective(found.objective)
     definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
-    write_certificate(path, subject_of(found.schedule, definition, found.layout), found.to_dict())
+    write_certificate(path, subject_of(found.schedule, definition, found.layout, adapter), found.to_dict())
 
 
 def _check_size(layout: ParallelDims) -> None:

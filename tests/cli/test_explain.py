@@ -147,3 +147,38 @@ def test_options_that_were_not_checked_are_told(tmp_path, capsys):
     assert told.check == shell_command("verify", "--model-schedule", "auto", "--hf-model", folder)
     text = " ".join(printed(capsys, "explain", "--model-schedule", "auto", "--hf-model", folder).split())
     assert "not checked with these options: attention_bias=True" in text
+
+
+def test_the_adapter_that_is_given_decides_and_goes_into_the_commands(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path / "llama")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megasched.model_adapters.registry import Adapter\n"
+        'ADAPTER = Adapter(("llama",), roles={"*.mlp.up_proj": "mlp.up", "*.mlp.down_proj": "mlp.down"})\n'
+    )
+    words = ["--hf-model", folder, "--adapter", str(file)]
+    out = printed(capsys, "explain", *words, "--json")
+    decided = {one["parameter"]: one["decided_by"] for one in json.loads(out)["decisions"]}
+    up = next(name for name in decided if name.endswith("mlp.up_proj.weight"))
+    assert decided[up].startswith("adapter: *.mlp.up_proj is mlp.up")
+    assert f"--adapter {file}" in json.loads(out)["check"]
+    shown = json.loads(printed(capsys, "show", *words, "--tp", "2", "--json"))
+    assert {record["call"].partition(":")[0].rpartition(".")[2] for record in shown["records"]} == {
+        "up_proj",
+        "down_proj",
+    }
+    sizes = ["--gpus", "1", "--seq-length", "64", "--global-batch-size", "1"]
+    assert f"--adapter {file}" in printed(capsys, "plan", *words, *sizes, "--hf-override", "num_hidden_layers=2")
+
+
+def test_what_is_wrong_with_an_adapter_is_one_error(tmp_path, capsys):
+    folder = tiny.save("llama", tmp_path / "llama")
+    file = tmp_path / "mine.py"
+    file.write_text("import nothing_of_this_name\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--hf-model", folder, "--adapter", str(file)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"megasched: error: --adapter {file}:1: the adapter file fails: ModuleNotFoundError: "
+        "No module named 'nothing_of_this_name'\n"
+    )

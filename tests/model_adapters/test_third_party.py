@@ -4,16 +4,19 @@ from importlib.metadata import Distribution, EntryPoint
 
 import pytest
 
+from megasched.definition.build import build_definition
 from megasched.errors import ConfigError
 from megasched.model_adapters import registry
 from megasched.model_adapters.registry import (
     Adapter,
     adapter_origin,
     find_adapter,
+    has_roles,
     load_adapter,
     own_adapters,
-    using,
+    roles_of,
 )
+from tests import tiny
 
 FIRST = Adapter(model_types=("mine", "ours"), roles={"*": "norm"})
 SECOND = [Adapter(model_types=("theirs",), roles={}), Adapter(model_types=("ours",), roles={})]
@@ -118,30 +121,48 @@ def test_entry_points_of_an_older_installation_of_ours_are_passed_over(installed
     assert find_adapter("gpt2") is own_adapters()["gpt2"]
 
 
-def test_an_adapter_in_use_stands_before_the_installed_ones(installed):
-    installed(entry("a", f"{__name__}:FIRST", "acme-models"))
-    with using(SECOND[1]):
-        assert find_adapter("ours") is SECOND[1]
-        assert find_adapter("mine") is FIRST
-        with using(SECOND[0]):
-            assert find_adapter("theirs") is SECOND[0]
-            assert find_adapter("ours") is SECOND[1]
-    assert find_adapter("ours") is FIRST
-    assert find_adapter("theirs") is None
+IMPORT = "from megasched.model_adapters.registry import Adapter\n"
+
+
+def refusal_of(file, text):
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_adapter(str(file), "mine")
+    return str(raised.value)
 
 
 def test_the_adapter_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
+    mine = Adapter(model_types=("mine",), roles={"a": "norm"})
+    file.write_text(IMPORT + 'ADAPTER = Adapter(model_types=("mine",), roles={"a": "norm"})\n')
+    assert load_adapter(str(file), "mine") == mine
     file.write_text(
-        "from megasched.model_adapters.registry import Adapter\n"
-        'ADAPTER = Adapter(model_types=("mine",), roles={"a": "norm"})\n'
+        IMPORT + 'A = Adapter(("mine",), {"a": "norm"})\nADAPTER = [Adapter(("ours",), {"b": "norm"}), A]\n'
     )
-    assert load_adapter(file) == Adapter(model_types=("mine",), roles={"a": "norm"})
-    file.write_text("ADAPTER = 3\n")
-    with pytest.raises(ConfigError) as raised:
-        load_adapter(file)
-    assert str(raised.value) == f"{file} has no ADAPTER = Adapter(...) at module level"
-    file.write_text("1 / 0\n")
-    with pytest.raises(ConfigError) as raised:
-        load_adapter(file)
-    assert str(raised.value) == f"{file} can't be run: ZeroDivisionError: division by zero"
+    assert load_adapter(str(file), "mine") == mine
+
+
+def test_what_is_wrong_with_a_file_is_told_with_its_line(tmp_path):
+    file = tmp_path / "mine.py"
+    with pytest.raises(ConfigError, match=rf"^--adapter {file}: No such file or directory; expected an adapter"):
+        load_adapter(str(file), "mine")
+    assert refusal_of(file, "ADAPTER = 3\n") == (
+        f"--adapter {file}: it has no ADAPTER = Adapter(...) at module level"
+    )
+    assert refusal_of(file, "\ndef f():\n    1 / 0\n\nf()\n") == (
+        f"--adapter {file}:3: the adapter file fails: ZeroDivisionError: division by zero"
+    )
+    assert refusal_of(file, "a = 1\nb =\n") == (
+        f"--adapter {file}:2: the adapter file has a syntax error: invalid syntax"
+    )
+    assert refusal_of(file, IMPORT + 'ADAPTER = Adapter(("ours", "theirs"))\n') == (
+        f"--adapter {file}: it is for model type ours, theirs, and this model is of 'mine'"
+    )
+
+
+def test_an_adapter_that_is_given_stands_before_the_installed_one(tmp_path):
+    model = build_definition(tiny.config("gpt2"))
+    given = Adapter(("gpt2",), roles={"lm_head": "head"})
+    assert has_roles("gpt2", given)
+    assert set(roles_of(model, given).role) == {"lm_head"}
+    assert len(roles_of(model).role) > 5

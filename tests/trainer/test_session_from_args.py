@@ -29,6 +29,7 @@ def arguments(folder, schedule="auto", **changes):
         "ckpt_format": "torch_dist",
         "trust_remote_code": False,
         "objective": None,
+        "adapter": None,
         "allow_unverified": False,
         "require_certificate": None,
         "schedule_option": [],
@@ -314,3 +315,28 @@ def test_a_run_with_a_pretrained_checkpoint_needs_no_weights_beside_the_config(l
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     begin_session(arguments(llama, hf_random_init=False, pretrained_checkpoint=str(tmp_path)), {})
     assert isinstance(get_session().source, CheckpointPlaceholder)
+
+
+ONLY_MLP = """
+from megasched.model_adapters.registry import Adapter
+
+ADAPTER = Adapter(
+    model_types=("llama",),
+    roles={"model.layers.*.mlp.up_proj": "mlp.up", "model.layers.*.mlp.down_proj": "mlp.down"},
+)
+"""
+
+
+def test_the_adapter_of_a_file_says_the_roles_of_the_run(llama, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ONLY_MLP)
+    begin_session(arguments(llama, adapter=str(file), tensor_model_parallel_size=2), {})
+    roles = get_session().schedule.roles.role
+    assert set(roles.values()) == {"mlp.up", "mlp.down"}
+
+
+def test_an_adapter_of_another_model_is_refused(llama, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ONLY_MLP.replace("llama", "gpt2"))
+    with pytest.raises(ConfigError, match=r"mine.py: it is for model type gpt2, and this model is of 'llama'"):
+        begin_session(arguments(llama, adapter=str(file)), {})

@@ -96,7 +96,7 @@ def test_the_adapter_says_of_another_size_what_is_found_there(family, tmp_path):
     file.write_text(proposed(family, tmp_path).source)
     small = build_definition(small_config(family))
     attention.enable(small)
-    bound, wanted = load_adapter(file).bind(small), found_roles(small)
+    bound, wanted = load_adapter(str(file), family).bind(small), found_roles(small)
     assert bound.local_attributes == wanted.local_attributes
     cuts = {path: ROLES[role] for path, role in bound.role.items()}
     assert cuts == {path: ROLES[role] for path, role in wanted.role.items()}
@@ -106,7 +106,7 @@ def test_a_small_copy_is_checked_with_its_own_sizes(tmp_path, monkeypatch):
     seen = []
 
     def check(ranks, folder, layout, *, adapter, trust_remote_code):
-        seen.append(load_adapter(adapter).packed["qkv.packed"](AutoConfig.from_pretrained(folder)))
+        seen.append(load_adapter(adapter, "gpt2").packed["qkv.packed"](AutoConfig.from_pretrained(folder)))
         return Outcome("equal", {})
 
     monkeypatch.setattr(module, "check_layout", check)
@@ -138,7 +138,8 @@ def test_the_proposal_is_what_is_checked(tmp_path, monkeypatch):
 
     def check(ranks, folder, layout, *, adapter, trust_remote_code):
         config = AutoConfig.from_pretrained(folder)
-        seen.append((layout, config.hidden_size, config.activation_function, load_adapter(adapter).model_types))
+        types = load_adapter(adapter, "gpt_neo").model_types
+        seen.append((layout, config.hidden_size, config.activation_function, types))
         return Outcome("wrong" if layout == "pp2" else "equal", {})
 
     monkeypatch.setattr(module, "check_layout", check)
@@ -175,7 +176,8 @@ def test_code_that_comes_with_a_model_goes_along_with_its_copy(tmp_path, monkeyp
         model = build_definition(
             AutoConfig.from_pretrained(folder, trust_remote_code=True), trust_remote_code=True
         )
-        seen.append((type(model).__name__, model.config.hidden_size, load_adapter(adapter).model_types))
+        types = load_adapter(adapter, "mine_remote").model_types
+        seen.append((type(model).__name__, model.config.hidden_size, types))
         assert trust_remote_code
         return Outcome("equal", {})
 

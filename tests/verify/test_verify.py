@@ -55,6 +55,26 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
         assert found.checks[-1].name == "dropout masks"
 
 
+OF_ANOTHER_RELEASE = """
+from megasched.model_adapters.registry import Adapter
+
+ADAPTER = Adapter(model_types=("llama",), roles={"model.layers.*.mlp.up": "mlp.up"})
+"""
+
+
+def test_the_ranks_run_under_the_adapter_that_is_given(ranks, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OF_ANOTHER_RELEASE)
+    monkeypatch.chdir(tmp_path)  # where the ranks are not
+    found = verify_schedule("auto", save("llama", tmp_path / "llama"), TP2, ranks=ranks, adapter="mine.py")
+    assert found.verdict == "refused"
+    assert found.why.startswith(
+        "the adapter for 'llama' expects modules 'model.layers.*.mlp.up', and the definition"
+    )
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=r"^--adapter mine.py:1: the adapter file fails: ZeroDivisionError"):
+        verify_schedule("auto", str(tmp_path / "llama"), TP2, ranks=ranks, adapter="mine.py")
+
+
 def test_what_one_side_alone_has_is_wrong_though_all_else_is_equal(monkeypatch, tmp_path):
     finding = Finding("backward", "decay", "it is not on both sides and", (0,), 1.0, "", "")
 

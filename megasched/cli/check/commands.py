@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megasched.cli.options import (
+    Adapter,
     Cp,
     Dp,
     Ep,
@@ -48,6 +49,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Write what was found, for --require-certificate of a run.")
     ] = None,
     hf_override: HfOverride = None,
+    adapter: Adapter = None,
     objective: Objective = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
@@ -58,7 +60,7 @@ def verify(
     random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
     compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
-    check_named(hf_model, schedule)
+    check_named(hf_model, schedule, adapter=adapter)
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with quiet_imports():
         from megasched.verify.report.verification import print_verification
@@ -75,10 +77,17 @@ def verify(
             overrides=hf_override or (),
             trust_remote_code=trust_remote_code,
             objective=find_objective(objective),
+            adapter=adapter,
             progress=lambda doing: print(f"{doing} ...", file=sys.stderr),
         )
         if certificate is not None:
-            certify(found, certificate, overrides=hf_override or (), trust_remote_code=trust_remote_code)
+            certify(
+                found,
+                certificate,
+                overrides=hf_override or (),
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+            )
     print_found(found, print_verification, as_json=as_json)
     raise typer.Exit(0 if found.right else 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +33,14 @@ def print_new_adapter(found: NewAdapter, written: Path | None, console: Console)
         console.print("\n[bold]a small copy under this adapter, against HF alone[/]")
         console.print(_verdicts(found.outcomes))
         console.print(f"equal: all within {TOLERANCE:g}, relative; gradient: of the parameter that is off most")
+    console.print(f"\n{_use(written)}", markup=False, soft_wrap=True)
+
+
+def _use(written: Path | None) -> str:
+    """Returns the line that says what takes the adapter."""
+    if written is None:
+        return "--output FILE writes it; show, explain, verify, plan and runs take it as --adapter FILE"
+    return f"show, explain, verify, plan and runs take it as --adapter {quote(str(written))}"
 
 
 def _need(found: NewAdapter) -> str:
@@ -39,7 +48,7 @@ def _need(found: NewAdapter) -> str:
     if found.installed:
         return (
             f"There is an adapter already: {escape(found.installed)}. This one says what is found without it; "
-            "two for one model type are an error."
+            "given by --adapter, it stands before that one."
         )
     if found.whole:
         return (

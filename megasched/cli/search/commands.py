@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megasched.cli.options import HfModel, HfOverride, Json, ModelSchedule, TrustRemoteCode, check_named
+from megasched.cli.options import Adapter, HfModel, HfOverride, Json, ModelSchedule, TrustRemoteCode, check_named
 from megasched.errors import ConfigError
 from megasched.imports import quiet_imports
 from megasched.planner.hardware.hardware import load_hardware
@@ -60,6 +60,7 @@ def plan(
         ),
     ] = None,
     hf_override: HfOverride = None,
+    adapter: Adapter = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", is_eager=True, help="Print everything as JSON.")] = False,
 ) -> None:
@@ -68,7 +69,7 @@ def plan(
     Exit status 1 if none fits.
     """
     load_hardware(gpu)
-    check_named(hf_model, schedule)
+    check_named(hf_model, schedule, adapter=adapter)
     with quiet_imports():
         from megasched.cli.search.plan import plan_command
 
@@ -87,6 +88,7 @@ def plan(
         grad_reduce_in_bf16=grad_reduce_in_bf16,
         overrides=hf_override,
         trust_remote_code=trust_remote_code,
+        adapter=adapter,
     )
     raise typer.Exit(0 if found else 1)
 

@@ -61,6 +61,7 @@ def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> N
         sequence_length=report.job.sequence_length,
         overrides=options["overrides"] or (),
         trust_remote_code=options["trust_remote_code"],
+        adapter=options["adapter"],
     )
     page = build_page(
         shown,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megasched.cli.options import (
+    Adapter,
     Cp,
     Dp,
     Ep,
@@ -93,6 +94,7 @@ def show(
     seq_length: SeqLength = None,
     make_vocab_size_divisible_by: VocabMultiple = 128,
     hf_override: HfOverride = None,
+    adapter: Adapter = None,
     trust_remote_code: TrustRemoteCode = False,
     objective: Objective = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, layers unfolded.")] = False,
@@ -110,7 +112,7 @@ def show(
         raise typer.BadParameter("--trace and --global-batch-size are for --html")
     if html is not None and (as_json or diff is not None):
         raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
-    check_named(hf_model, schedule, diff)
+    check_named(hf_model, schedule, diff, adapter=adapter)
     fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
     with quiet_imports():
@@ -124,6 +126,7 @@ def show(
         overrides=hf_override or (),
         trust_remote_code=trust_remote_code,
         objective=objective,
+        adapter=adapter,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         as_json=as_json,
         diff=diff,
@@ -152,6 +155,7 @@ def explain(
         ),
     ] = None,
     hf_override: HfOverride = None,
+    adapter: Adapter = None,
     trust_remote_code: TrustRemoteCode = False,
     objective: Objective = None,
     as_json: Json = False,
@@ -160,7 +164,7 @@ def explain(
 
     No GPU, no process group and no weights are needed.
     """
-    check_named(hf_model, schedule)
+    check_named(hf_model, schedule, adapter=adapter)
     layout = layout_of(tp, sp, pp, cp, ep)
     with quiet_imports():
         from megasched.cli.show.explain import explain_schedule, print_explanation
@@ -175,5 +179,6 @@ def explain(
             overrides=hf_override or (),
             trust_remote_code=trust_remote_code,
             objective=objective,
+            adapter=adapter,
         )
     print_found(explanation, print_explanation, as_json=as_json)

@@ -66,6 +66,7 @@ def explain_schedule(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
+    adapter: str | None = None,
 ) -> Explanation:
     """Plans a schedule as a run would, and explains the placement of every parameter.
 
@@ -81,6 +82,7 @@ def explain_schedule(
         "overrides": overrides,
         "trust_remote_code": trust_remote_code,
         "objective": objective,
+        "adapter": adapter,
     }
     session = open_session(schedule, hf_model, layout, **asked)
     session.runs.with_lines = True

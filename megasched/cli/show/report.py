@@ -82,6 +82,7 @@ def inspect_schedule(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
+    adapter: str | None = None,
     make_vocab_size_divisible_by: int = 128,
 ) -> ShowReport:
     """Plans a schedule as a run would, without process groups, devices or weights.
@@ -94,16 +95,14 @@ def inspect_schedule(
         overrides: ``key=value`` for the HF config.
         trust_remote_code: run Python code that comes with the model.
         objective: what ``--objective`` would say; None for a causal language model.
+        adapter: what ``--adapter`` would say.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
 
     Raises:
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
-    asked: dict[str, Any] = {
-        "overrides": overrides,
-        "trust_remote_code": trust_remote_code,
-        "objective": objective,
-    }
+    asked: dict[str, Any] = {"overrides": overrides, "trust_remote_code": trust_remote_code}
+    asked |= {"objective": objective, "adapter": adapter}
     session = open_session(
         schedule, hf_model, layout, make_vocab_size_divisible_by=make_vocab_size_divisible_by, **asked
     )

@@ -17,6 +17,8 @@ from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import SCHEDULE, split_file
+from megasched.model_adapters.adapter_file import ADAPTER_FILE
+from megasched.model_adapters.registry import adapter_origin
 from megasched.reading.files import Expected, read_bytes
 from megasched.reading.forms import misfit
 from megasched.reading.json_file import read_json
@@ -25,11 +27,11 @@ from megasched.transformers_names import MODEL_NAME
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORMAT = 2
+FORMAT = 3
 FLAG = "--require-certificate"
 CERTIFICATE = Expected(f"a certificate of format {FORMAT}, which `megasched verify` writes", flag=FLAG)
 _KNOWN = {
-    **{"versions": {str: str}, "schedule": {}, "model": {}, "classes": {str: str}},
+    **{"versions": {str: str}, "schedule": {}, "model": {}, "adapter": {}, "classes": {str: str}},
     **{"parallelism": {str: bool}, "found": {}},
 }
 LIBRARIES = frozenset({"transformers", "torch", *sys.stdlib_module_names})
@@ -38,14 +40,17 @@ PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
 _IGNORED = (MODEL_NAME, "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
-def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims) -> dict[str, Any]:
-    """Returns what a certificate is about: versions, schedule, model, code of classes, kinds of parallelism.
+def subject_of(
+    schedule: str, definition: PreTrainedModel, layout: ParallelDims, adapter: str | None = None
+) -> dict[str, Any]:
+    """Returns what a certificate is about: versions, schedule, model, adapter, classes, kinds of parallelism.
 
     Sizes of groups are left out: what holds for TP 2 holds for TP 8, as the same code runs.
 
     Args:
         schedule: the value of ``--model-schedule``; a file counts by its contents.
         definition: the model as it is trained, overrides made.
+        adapter: the value of ``--adapter``; it counts by its contents, and an installed one by its package.
     """
     config = definition.config
     file, name = split_file(schedule)
@@ -58,6 +63,10 @@ def subject_of(schedule: str, definition: PreTrainedModel, layout: ParallelDims)
             "type": config.model_type,
             "objective": objective_of(definition).name,
             "sha256": _hash(json.dumps(values, sort_keys=True).encode()),
+        },
+        "adapter": {
+            "installed": adapter_origin(config.model_type) if adapter is None else "",
+            "sha256": _hash(b"" if adapter is None else read_bytes(adapter, ADAPTER_FILE)),
         },
         "classes": sources_of(definition),
         "parallelism": _kinds(layout),
@@ -181,7 +190,7 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
         other = held["versions"].get(package)
         if other != wanted:
             wrong.append(f"{package} is {wanted} here, and was {other}")
-    for what in ("schedule", "model"):
+    for what in ("schedule", "model", "adapter"):
         if held.get(what) != subject[what]:
             wrong.append(f"the {what} is another one")
     wrong += _changed(held["classes"], subject["classes"])

@@ -173,20 +173,27 @@ def verify_command(
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
     objective: str | None = None,
+    adapter: str | None = None,
 ) -> str:
     """Returns the command that checks a run's model at its kinds of parallelism: groups of 2 stand for any.
 
     Args:
         objective: what ``--objective`` says; None for a causal language model.
+        adapter: what ``--adapter`` says.
     """
     sizes = {name: value for name, value in vars(layout).items() if name.endswith("_parallel_size") and value}
     small = {name: min(value, 2) for name, value in sizes.items()}
     words = ["verify", "--model-schedule", schedule, "--hf-model", hf_model]
     words += replace(layout, **small).flags()
     words += [] if objective is None else ["--objective", objective]
-    for override in overrides:
-        words += ["--hf-override", override]
-    return shell_command(*words, *(["--trust-remote-code"] if trust_remote_code else []))
+    return shell_command(*words, *model_words(overrides, trust_remote_code, adapter))
+
+
+def model_words(overrides: Sequence[str], trust_remote_code: bool, adapter: str | None) -> list[str]:
+    """Returns the flags of a command that say of a model more than its folder."""
+    words = [word for override in overrides for word in ("--hf-override", override)]
+    words += [] if adapter is None else ["--adapter", adapter]
+    return words + (["--trust-remote-code"] if trust_remote_code else [])
 
 
 def refuse_unverified(model: PreTrainedModel, layout: ParallelDims) -> None:

@@ -18,6 +18,7 @@ from megasched.definition.build import load_config
 from megasched.definition.objectives import OBJECTIVES, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.model_adapters.adapter_file import FLAG as ADAPTER_FLAG
 from megasched.trace.run_trace import trace_conflicts
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, refusals, start_notes
 from megasched.trainer.flags.flag_parser import FlagParser
@@ -64,6 +65,11 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         {"metavar": "FIELD=VALUE", "nargs": "+", "action": "extend", "default": []},
         "Changes fields of the HF config before anything is built, e.g. num_hidden_layers=8; nested fields with "
         "dots. Values are JSON where they parse as such.",
+    ),
+    ADAPTER_FLAG: (
+        {"metavar": "FILE"},
+        "What megasched is told of the architecture: a Python file with ADAPTER = Adapter(...), as `megasched "
+        "new-adapter --output FILE` writes it. It stands before an installed adapter.",
     ),
     "--hf-random-init": (
         {"action": "store_true"},

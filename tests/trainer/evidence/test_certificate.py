@@ -92,6 +92,27 @@ def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
     assert "the model is another one" in told
 
 
+def test_another_adapter_has_a_certificate_of_its_own(tmp_path, schedule):
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text("ADAPTER = 1\n")
+    held = subject_of(schedule, definition(), SMALL, str(adapter))
+    path = tmp_path / "certificate.json"
+    write_certificate(path, held, {"verdict": "equal"})
+    same = adapter.rename(tmp_path / "other_name.py")
+    require_certificate(path, subject_of(schedule, definition(), LARGE, str(same)))
+    assert "the adapter is another one" in refusal(path, schedule)
+    same.write_text("ADAPTER = 2\n")
+    with pytest.raises(ConfigError, match="the adapter is another one"):
+        require_certificate(path, subject_of(schedule, definition(), LARGE, str(same)))
+
+
+def test_an_installed_adapter_counts_by_its_package(tmp_path, schedule, monkeypatch):
+    path = certified(tmp_path, schedule)
+    origin = "mine = module:ADAPTER of package 1.1"
+    monkeypatch.setattr("megasched.trainer.evidence.certificate.adapter_origin", lambda model_type: origin)
+    assert "the adapter is another one" in refusal(path, schedule)
+
+
 def test_an_option_that_was_not_checked_is_another_model(tmp_path, schedule):
     path = certified(tmp_path, schedule)
     assert "the model is another one" in refusal(path, schedule, LlamaConfig(attention_bias=True))
@@ -102,9 +123,9 @@ def test_an_option_that_was_not_checked_is_another_model(tmp_path, schedule):
     [
         (None, "No such file"),
         ("{", "it is no JSON"),
-        ("[]", "the whole is a list, an object is due; expected a certificate of format 2"),
-        ('{"format": 9}', "it is of format 9; expected a certificate of format 2"),
-        ('{"format": 2, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
+        ("[]", "the whole is a list, an object is due; expected a certificate of format 3"),
+        ('{"format": 9}', "it is of format 9; expected a certificate of format 3"),
+        ('{"format": 3, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
     ],
 )
 def test_what_is_no_certificate_is_refused(tmp_path, text, words):
