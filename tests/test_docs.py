@@ -5,8 +5,8 @@ Fenced blocks are read by their language:
 * ``python`` in library.md, adapters.md, add-an-architecture.md, graphs.md, slapo.md, tune.md and verify.md runs,
   block after block in one namespace; a ``text`` block right after it is what it prints. With ``ranks=2`` it runs
   on so many ranks, by itself.
-* ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``
-  saves it under this name for the commands below.
+* ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``,
+  or ``title="name"`` on the fence, saves a block under this name for the commands below.
 * ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
 """
 
@@ -61,8 +61,8 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        """File name in a first line ``# name.py``; empty without."""
-        found = re.match(r"# (\w+\.py)\n", self.text)
+        """The file it is, by ``title="name"`` on the fence or a first line ``# name.py``; empty without."""
+        found = re.search(r'title="([\w./-]+)"', self.info) or re.match(r"# (\w+\.py)\n", self.text)
         return found[1] if found else ""
 
 
@@ -399,6 +399,7 @@ def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys,
     monkeypatch.delenv("COLUMNS", raising=False)
     for block in blocks(page):
         if block.name:
+            (tmp_path / block.name).parent.mkdir(exist_ok=True)
             (tmp_path / block.name).write_text(block.text)
         if block.language == "console":
             command, _, shown = block.text.partition("\n")

@@ -27,6 +27,7 @@ class GrowingLog:
         path: path of the file.
         training: numbers of the training.
         failure: failures since training last went on.
+        foreign: whether it has lines, and none of them is of a run.
         modified: when the last line came, in seconds since the epoch, as of the last look.
     """
 
@@ -37,7 +38,9 @@ class GrowingLog:
     def _start_over(self) -> None:
         self.training = TrainingLog()
         self.failure = FailureLog()
+        self.foreign = False
         self.modified = 0.0
+        self._signed = False
         self._offset = 0
         self._inode = -1
 
@@ -63,6 +66,8 @@ class GrowingLog:
                     break
 
     def _read(self, lines: bytes, *, failures: bool) -> None:
+        self._signed = self._signed or any(sign in lines for sign in training_log.SIGNS)
+        self.foreign = not self._signed and bool(lines.strip())
         marks = training_log.MARKS + (failure_log.MARKS if failures else ())
         for found in _lines_with(lines, marks):
             line = found.decode(errors="replace")

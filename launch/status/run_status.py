@@ -129,7 +129,7 @@ class RunReader:
             now: time to use instead of this machine's clock.
 
         Raises:
-            ConfigError: there are no logs, they can't be read, or Slurm can't tell where those of the job are.
+            ConfigError: there are no logs, or none of a run; they can't be read; or Slurm can't tell where they are.
         """
         job = None
         if self.path is None:
@@ -147,7 +147,20 @@ class RunReader:
         except OSError as error:
             raise ConfigError(f"{error.filename}: it can't be read: {error.strerror}") from error
         job = job or _quietly(self.job_id or logs.attempts[-1].name)
+        if job is None and not RunFolder(self.path).attempts():
+            _refuse_foreign(logs, self._logs)
         return summarize(logs, self._logs, job, now or datetime.now())
+
+
+def _refuse_foreign(logs: RunLogs, read: Mapping[Path, GrowingLog]) -> None:
+    """Raises ConfigError where no log is of a run, and none tells of a failure; nobody knows what wrote them."""
+    found = [read[path] for path in logs.paths]
+    if all(log.foreign and not any(log.failure.reasons) for log in found):
+        names = ", ".join(path.name for path in logs.paths)
+        raise ConfigError(
+            f"{logs.path}: there is no run: no line of {names} is megasched's or Megatron's; name a run's folder, "
+            "one of its logs, or a Slurm job"
+        )
 
 
 def _logs_of(job: SlurmJob) -> Path | None:

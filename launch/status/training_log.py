@@ -46,6 +46,9 @@ MARKS = (
     b"] | MnRtt/Rnk: ",
 )  # fmt: skip
 
+# A log of a run has one of these from its first lines on: of megasched, of Megatron's, of its trainer.
+SIGNS = (b"megasched", b"megatron", b"Megatron", b"elapsed time per iteration (ms)", b"] datetime: ")
+
 
 class Iteration(NamedTuple):
     """Represents one logged line (with ``--log-interval 1`` one step), as a tuple, since a log may have a million.

@@ -277,7 +277,7 @@ def launch_local(job: LocalJob, *, check_run: bool, show: Callable[[str], None],
     found = _found(job.script, f"{job.ranks} ranks of this machine", checked)
     too_little = narrow(job.ranks, found["facts"])
     for warning in too_little:
-        _say(f"  mind: {warning}")
+        _say(f"  warning: {warning}")
     logs: list[Path] = []
 
     def on_start(log: Path) -> None:
@@ -329,6 +329,6 @@ def _found(script: str, place: str, checked: Checked | None) -> dict[str, Any]:
         lines.append(f"  memory of the fullest rank: {format_bytes(max(facts['memory']))}")
     if facts["save"]:
         lines.append(f"  a checkpoint: {decimal(facts['checkpoint_bytes'])} in {facts['save']}")
-    lines += [f"  mind: {warning}" for warning in checked.warnings]
+    lines += [f"  warning: {warning}" for warning in checked.warnings]
     _say("\n".join(lines))
     return {"facts": facts, "warnings": list(checked.warnings)}

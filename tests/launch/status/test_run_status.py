@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.run_status import RunReader
 from megasched.launch.status.training_log import Checkpoint, RankTimes
@@ -277,3 +278,31 @@ def test_nothing_heavy_is_imported():
     done = subprocess.run([sys.executable, "-c", code, REAL], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert "60 of 60" in done.stdout
+
+
+# ---- what is no run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "server.log"])
+def test_a_log_of_something_else_is_no_run(tmp_path, name):
+    (tmp_path / "server.log").write_text("GET / 200\nGET /favicon.ico 404\n")
+    with pytest.raises(ConfigError, match=r"there is no run: no line of server\.log is megasched's or Megatron's"):
+        RunReader(str(tmp_path / name)).look()
+
+
+def test_a_folder_without_logs_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="there are no logs"):
+        RunReader(str(tmp_path)).look()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "megasched: megatron-core 0.19.2 from somewhere\n", "using world size: 2, Megatron\n"]
+)
+def test_a_log_that_has_only_begun_is_of_a_run(tmp_path, text):
+    (tmp_path / "mine.log").write_text(text)
+    assert RunReader(str(tmp_path)).look().state == "starting"
+
+
+def test_what_the_launcher_has_made_is_a_run_whatever_it_prints_first(run):
+    run(0, 0, ["Loading modules"], datetime.now())
+    assert look(run).state == "starting"
