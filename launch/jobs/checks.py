@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ SECONDS = 600
 FOUND = Expected("what the check of a job has found")
 # Megatron writes a checkpoint before it removes an older one.
 CHECKPOINTS = 2
+# What can be waived by its name, each with what it looks at.
+CHECKS = {
+    "run": "the run, begun on this machine up to training",
+    "memory": "the memory of a rank, against --gpu",
+    "disk": "room for two checkpoints at --save, on this machine",
+    "cluster": "what Slurm, or the hosts, say to the job",
+}
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,31 @@ class Checked:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = None) -> Checked:
+def check_waived(names: Collection[str]) -> None:
+    """Checks the names of waived checks.
+
+    Raises:
+        ConfigError: there is no such check.
+    """
+    for name in names:
+        if name not in CHECKS:
+            close = get_close_matches(name, CHECKS)
+            hint = f"did you mean {close[0]}? " if close else ""
+            told = "; ".join(f"{check}: {what}" for check, what in CHECKS.items())
+            raise ConfigError(f"--waive {name}: there is no such check; {hint}There are {told}")
+
+
+def check(
+    script: str,
+    flags: Sequence[str],
+    world_size: int,
+    gpu: str | None = None,
+    waived: Collection[str] = (),
+) -> Checked:
     """Begins the run in a separate process, as rank 0 of ``world_size``, and checks what the run needs.
 
     Args:
+        waived: names of ``CHECKS`` whose problems are warnings.
         gpu: a type or TOML file as ``megasched plan --gpu`` takes it; without one memory is reported, not judged.
 
     Raises:
@@ -51,21 +80,23 @@ def check(script: str, flags: Sequence[str], world_size: int, gpu: str | None = 
     """
     hardware: Hardware | None = load_hardware(gpu) if gpu is not None else None
     facts = _run(script, flags, world_size)
-    problems, warnings = list(facts.pop("problems")), list(facts.pop("warnings"))
+    found, warnings = {"run": list(facts.pop("problems"))}, list(facts.pop("warnings"))
     if "memory" in facts and hardware is not None:
         most, limit = max(facts["memory"]), hardware.usable_bytes
         if most > limit:
-            problems.append(
+            found["memory"] = [
                 f"pipeline rank {facts['memory'].index(most)} needs {most / GIB:.1f} GiB, and "
                 f"{limit / GIB:.1f} GiB of a {hardware.name} fit one; `megasched plan` finds layouts that fit"
-            )
+            ]
     warnings += [f"not checked without a GPU's software: {flag}" for flag in facts.pop("unchecked", ())]
     if why := facts.get("memory_unknown"):
         warnings.append(f"memory is not known: {why}")
     if facts.get("save"):
-        problems += _no_room(Path(facts["save"]), facts["checkpoint_bytes"])
+        found["disk"] = _no_room(Path(facts["save"]), facts["checkpoint_bytes"])
     elif "save" in facts:
         warnings.append("there is no --save: a restart will begin anew, and nothing is kept at the end")
+    warnings += [problem for name, problems in found.items() if name in waived for problem in problems]
+    problems = [problem for name, problems in found.items() if name not in waived for problem in problems]
     return Checked(tuple(problems), tuple(warnings), facts)
 
 
@@ -100,6 +131,7 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
     *,
     gpu: str | None,
     check_run: bool,
+    waived: Collection[str],
     ask: Callable[[], Iterable[str]] | None,
     intent: str,
 ) -> Prepared[Job]:
@@ -109,14 +141,15 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
         text: the job's script.
         gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
         check_run: whether to begin the run once on this machine, up to training.
+        waived: names of ``CHECKS`` whose problems refuse nothing; the cluster is not even asked then.
         ask: returns the problems of the cluster or hosts with the job.
         intent: what is not done with a job that would fail, e.g. ``"started"``.
 
     Raises:
         ConfigError: the job has problems; the message lists all of them.
     """
-    checked = check(job.script, job.flags, job.world_size, gpu) if check_run else None
-    problems = [*(checked.problems if checked else ()), *(ask() if ask else ())]
+    checked = check(job.script, job.flags, job.world_size, gpu, waived) if check_run else None
+    problems = [*(checked.problems if checked else ()), *(ask() if ask and "cluster" not in waived else ())]
     if problems:
         raise ConfigError(failure_message(problems, intent))
     return Prepared(job, text, checked)

@@ -20,6 +20,7 @@ TEMPLATE = "slurm/job.sbatch.jinja"
 HARMLESS = re.compile(r"[\w./:,=+@\[\]()*&|!-]*", re.ASCII)
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 NO_LIMIT = ("", "INFINITE", "UNLIMITED")
+CPUS_PER_GPU = 8  # which nodes with GPUs have at least; the cluster is asked before anything is submitted
 HEAD = "Look at it with `megasched status {run_folder}`; change what you like and submit it again with `sbatch`."
 
 
@@ -37,7 +38,7 @@ class SlurmJob:
         python: the interpreter on the nodes, or in the container.
         time: Slurm's ``--time``; empty for the partition's default.
         sbatch_options: further options, e.g. ``--account=llm``.
-        cpus_per_gpu: cores of each rank; None leaves it to the cluster.
+        cpus_per_gpu: cores of each rank; Slurm's own default is one, which data loading shares with the rank.
         container: image for Pyxis' ``--container-image``; mounts as for ``--container-mounts``.
         interface: network interface between nodes; if it is empty, NCCL and gloo choose.
         environment: further variables of the ranks.
@@ -56,7 +57,7 @@ class SlurmJob:
     python: str
     time: str = ""
     sbatch_options: Sequence[str] = ()
-    cpus_per_gpu: int | None = None
+    cpus_per_gpu: int = CPUS_PER_GPU
     container: str = ""
     container_mounts: str = ""
     interface: str = ""
@@ -96,7 +97,7 @@ def render(job: SlurmJob, head: str = "") -> str:
         max_restarts=job.max_restarts,
         torchrun=job.torchrun,
         interface=job.interface,
-        threads=job.cpus_per_gpu or 1,
+        threads=job.cpus_per_gpu,
         srun_options="".join(f" \\\n    {option}" for option in _srun_options(job)),
         gpus=job.gpus_per_node,
     )
@@ -105,14 +106,14 @@ def render(job: SlurmJob, head: str = "") -> str:
 def _options(job: SlurmJob) -> list[tuple[str, str]]:
     """Returns the options of the ``#SBATCH`` lines, each with the reason for it, which may be empty."""
     tasks = 1 if job.torchrun else job.gpus_per_node
-    cpus = (job.cpus_per_gpu or 0) * (job.gpus_per_node // tasks)
+    cpus = job.cpus_per_gpu * (job.gpus_per_node // tasks)
     return [
         (f"--job-name={job.name}", ""),
         (f"--nodes={job.nodes}", ""),
         (f"--ntasks-per-node={tasks}", "torchrun starts the ranks" if job.torchrun else "a rank is a task"),
         # Not --gpus-per-task: a rank that sees one GPU alone can't reach its neighbours' by NVLink.
         (f"--gpus-per-node={job.gpus_per_node}", "every rank sees them all and takes the one of its local rank"),
-        *([(f"--cpus-per-task={cpus}", "")] if cpus else []),
+        (f"--cpus-per-task={cpus}", f"{job.cpus_per_gpu} cores a GPU; Slurm would give a task one"),
         *([(f"--time={job.time}", "")] if job.time else []),
         *((option, "") for option in job.sbatch_options),
         (f"--signal=B:USR1@{60 * job.minutes_to_save}", "seconds before the time limit, to this script"),
@@ -147,7 +148,7 @@ def _srun_options(job: SlurmJob) -> list[str]:
         found = [f"--container-image={job.container}", f"--container-mounts={mounts}"]
         found.append(f"--container-workdir={job.directory}")
     # srun does not take this over from sbatch since Slurm 22.05.
-    return [*map(shlex.quote, found), *(['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if job.cpus_per_gpu else [])]
+    return [*map(shlex.quote, found), '--cpus-per-task="$SLURM_CPUS_PER_TASK"']
 
 
 def _refuse_odd(job: SlurmJob, options: Sequence[tuple[str, str]]) -> None:

@@ -129,7 +129,7 @@ class RunReader:
             now: time to use instead of this machine's clock.
 
         Raises:
-            ConfigError: there are no logs, or none of a run; they can't be read; or Slurm can't tell where they are.
+            ConfigError: there are no logs, none is of a run or can be read, or Slurm can't tell where they are.
         """
         job = None
         if self.path is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,13 @@ from megasched.cli.output import format_bytes, format_count
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
 from megasched.launch.console_lines import ConsoleLines
-from megasched.launch.jobs.checks import Checked, check, failure_message
+from megasched.launch.jobs.checks import CHECKS, Checked, check, check_waived, failure_message
 from megasched.launch.jobs.job_script import environment_of
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.local import LocalJob, narrow, run
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm import start as by_slurm
-from megasched.launch.slurm.script import SlurmJob
+from megasched.launch.slurm.script import CPUS_PER_GPU, SlurmJob
 from megasched.launch.torchrun import start as by_torchrun
 from megasched.launch.torchrun.script import TorchrunJob, hosts_of
 from megasched.printing.shell_command import shell_command
@@ -46,6 +47,10 @@ Gpu = Annotated[
     typer.Option("--gpu", metavar="TYPE", help="Refuse what does not fit in its memory; as `megasched plan`."),
 ]
 Check = Annotated[bool, typer.Option(help="Begin the run here once, up to training.")]
+Waive = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CHECK", help=f"Only warn of what this check finds: {', '.join(CHECKS)}; several times."),
+]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="Give up after so many in a row without a new checkpoint.")]
 
 # Of a job of Slurm.
@@ -53,7 +58,7 @@ Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.")]
 Time = Annotated[str, typer.Option(metavar="D-HH:MM:SS", help="Time limit.")]
 Account = Annotated[str, typer.Option(help="Slurm's account.")]
 Partition = Annotated[str, typer.Option(help="Slurm's partition.")]
-CpusPerGpu = Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")]
+CpusPerGpu = Annotated[int, typer.Option(min=1, help="Cores of each rank.")]
 Container = Annotated[str, typer.Option(metavar="IMAGE", help="Run in it, by Pyxis.")]
 ContainerMounts = Annotated[str, typer.Option(metavar="FROM:TO,...", help="As Pyxis takes them.")]
 Python = Annotated[str, typer.Option(help="On the nodes; this one by default, `python` in a container.")]
@@ -84,7 +89,7 @@ def slurm(
     account: Account = "",
     partition: Partition = "",
     sbatch: Sbatch = None,
-    cpus_per_gpu: CpusPerGpu = None,
+    cpus_per_gpu: CpusPerGpu = CPUS_PER_GPU,
     container: Container = "",
     container_mounts: ContainerMounts = "",
     python: Python = "",
@@ -96,6 +101,7 @@ def slurm(
     chain: Chain = 1,
     gpu: Gpu = None,
     check: Check = True,
+    waive: Waive = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and submit nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -124,7 +130,8 @@ def slurm(
         max_restarts=max_restarts,
         torchrun=torchrun,
     )
-    launch_slurm(job, gpu=gpu, check_run=check, dry_run=dry_run, times=chain, as_json=as_json)
+    checks = Checks(gpu, check, waived_of(waive, dry_run=dry_run))
+    launch_slurm(job, checks, dry_run=dry_run, times=chain, as_json=as_json)
 
 
 @launch.command(
@@ -144,6 +151,7 @@ def torchrun(
     max_restarts: MaxRestarts = 3,
     gpu: Gpu = None,
     check: Check = True,
+    waive: Waive = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
@@ -165,8 +173,9 @@ def torchrun(
         environment=environment_of(env or ()),
         max_restarts=max_restarts,
     )
+    checks = Checks(gpu, check, waived_of(waive, dry_run=dry_run))
     shown = show_lines(as_json=as_json, verbose=verbose)
-    raise typer.Exit(launch_torchrun(job, gpu=gpu, check_run=check, dry_run=dry_run, show=shown, as_json=as_json))
+    raise typer.Exit(launch_torchrun(job, checks, dry_run=dry_run, show=shown, as_json=as_json))
 
 
 @launch.command(
@@ -179,6 +188,7 @@ def local(
     job_name: JobName = "megasched",
     folder: Folder = None,
     check: Check = True,
+    waive: Waive = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -190,27 +200,45 @@ def local(
         run_folder=_run_folder(folder, job_name), ranks=ranks, script=command[0], given=tuple(command[1:])
     )
     shown = show_lines(as_json=as_json, verbose=verbose)
-    raise typer.Exit(launch_local(job, check_run=check, show=shown, as_json=as_json))
+    checks = Checks(None, check, waived_of(waive))
+    raise typer.Exit(launch_local(job, checks, show=shown, as_json=as_json))
 
 
 def _run_folder(folder: Path | None, job_name: str) -> Path:
     return (folder or Path("runs") / job_name).absolute()
 
 
-def launch_slurm(
-    job: SlurmJob, *, gpu: str | None, check_run: bool, dry_run: bool, times: int, as_json: bool
-) -> None:
+@dataclass(frozen=True)
+class Checks:
+    """Says how a job is checked; the fields are arguments of ``prepare``."""
+
+    gpu: str | None = None
+    check_run: bool = True
+    waived: tuple[str, ...] = ()
+
+
+def waived_of(names: list[str] | None, *, dry_run: bool = False) -> tuple[str, ...]:
+    """Returns the names of the waived checks; the disk of who only wants to see the script is not the job's.
+
+    Raises:
+        ConfigError: there is no such check.
+    """
+    check_waived(names or ())
+    return (*(names or ()), *(["disk"] if dry_run else []))
+
+
+def launch_slurm(job: SlurmJob, checks: Checks, *, dry_run: bool, times: int, as_json: bool) -> None:
     """Checks a job, prints the findings, writes its script and submits it.
 
     Args:
-        gpu, check_run: passed to ``prepare``.
+        checks: passed to ``prepare``.
         dry_run: print the script alone.
         times: passed to ``enqueue``.
 
     Raises:
         ConfigError: the check finds a problem, before anything is written; or Slurm refuses the written script.
     """
-    prepared = by_slurm.prepare(job, gpu=gpu, check_run=check_run, ask_slurm=not dry_run)
+    prepared = by_slurm.prepare(job, **vars(checks), ask_slurm=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
         _print_script(prepared.text, found, as_json)
@@ -225,18 +253,12 @@ def launch_slurm(
 
 
 def launch_torchrun(
-    job: TorchrunJob,
-    *,
-    gpu: str | None,
-    check_run: bool,
-    dry_run: bool,
-    show: Callable[[str], None],
-    as_json: bool,
+    job: TorchrunJob, checks: Checks, *, dry_run: bool, show: Callable[[str], None], as_json: bool
 ) -> int:
     """Checks a job, prints the findings, writes its script, and runs it to its end, restarts included.
 
     Args:
-        gpu, check_run: passed to ``prepare``.
+        checks: passed to ``prepare``.
         dry_run: print the script alone.
         show: called with each line of the ranks, unless they are on hosts.
 
@@ -246,7 +268,7 @@ def launch_torchrun(
     Raises:
         ConfigError: the check finds a problem; nothing is written or started then.
     """
-    prepared = by_torchrun.prepare(job, gpu=gpu, check_run=check_run, ask_hosts=not dry_run)
+    prepared = by_torchrun.prepare(job, **vars(checks), ask_hosts=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
         _print_script(prepared.text, found, as_json)
@@ -261,7 +283,7 @@ def launch_torchrun(
     return status
 
 
-def launch_local(job: LocalJob, *, check_run: bool, show: Callable[[str], None], as_json: bool) -> int:
+def launch_local(job: LocalJob, checks: Checks, *, show: Callable[[str], None], as_json: bool) -> int:
     """Checks a job, rehearses it on this machine, and returns the exit status.
 
     Args:
@@ -271,7 +293,7 @@ def launch_local(job: LocalJob, *, check_run: bool, show: Callable[[str], None],
         ConfigError: the check finds a problem; nothing is started then.
     """
     refuse_unusable(job)
-    checked = check(job.script, job.flags, job.ranks) if check_run else None
+    checked = check(job.script, job.flags, job.ranks, waived=checks.waived) if checks.check_run else None
     if checked is not None and checked.problems:
         raise ConfigError(failure_message(checked.problems))
     found = _found(job.script, f"{job.ranks} ranks of this machine", checked)

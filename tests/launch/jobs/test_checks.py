@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megasched.cli.main import main
 from megasched.errors import ConfigError
 from megasched.launch.jobs import checks
-from megasched.launch.jobs.checks import check
+from megasched.launch.jobs.checks import check, check_waived
 from megasched.planner.hardware.hardware import load_hardware
 from tests import tiny
 
@@ -152,3 +153,44 @@ def test_why_a_script_of_the_users_own_would_fail(flags, script, more, said):
 def test_an_unknown_gpu_is_refused_at_once():
     with pytest.raises(ConfigError, match="h100-80gb"):
         check("pretrain_gpt.py", [], 64, "h1000")
+
+
+# ---- what is waived ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """A run that was begun: it needs more memory than there is, and its checkpoints more disk."""
+    facts = {"memory": [2**60], "save": str(tmp_path), "checkpoint_bytes": 2**60}
+    found = {"problems": ["it stumbled"], "warnings": [], **facts}
+    monkeypatch.setattr(checks, "_run", lambda script, flags, world_size: copy.deepcopy(found))
+
+
+def test_a_check_that_is_waived_by_its_name_only_warns(begun):
+    def looked_at(*waived):
+        return check("pretrain_gpt.py", (), 2, "h100-80gb", waived)
+
+    said = {"run": "it stumbled", "memory": "pipeline rank 0 needs", "disk": "--save "}
+    assert [one.startswith(words) for one, words in zip(looked_at().problems, said.values(), strict=True)] == [
+        True
+    ] * 3
+    for name, words in said.items():
+        found = looked_at(name)
+        assert [one.startswith(words) for one in found.warnings] == [True]
+        assert len(found.problems) == 2
+    assert looked_at(*said).problems == ()
+
+
+def test_a_dry_run_only_warns_of_the_disk_of_the_machine_that_it_runs_on(begun, capsys):
+    words = ["--nodes", "1", "--dry-run", "--", "pretrain_gpt.py"]
+    with pytest.raises(SystemExit):
+        main(["launch", "slurm", *words])
+    assert capsys.readouterr().err.endswith("not submitted:\n  - it stumbled\n")
+
+
+def test_a_check_that_there_is_not(capsys):
+    with pytest.raises(
+        ConfigError, match=r"--waive disc: there is no such check; did you mean disk\? There are run: "
+    ):
+        check_waived(["disc"])
+    check_waived(["disk", "cluster", "memory", "run"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasched.cli.launch import launch_local
+from megasched.cli.launch import Checks, launch_local
 from megasched.errors import ConfigError
 from megasched.launch.jobs.words import LONGEST, refuse_unusable
 from megasched.launch.local import LocalJob
@@ -46,7 +46,7 @@ def jobs(folder: Path):
 
 def start(kind, job):
     if kind == "local":
-        launch_local(job, check_run=False, as_json=False)
+        launch_local(job, Checks(check_run=False), as_json=False)
     elif kind == "slurm":
         slurm.write(slurm.prepare(job, check_run=False, ask_slurm=False))
     else:

@@ -344,3 +344,13 @@ def test_slurms_times(time, seconds):
 def test_a_time_that_leaves_none_to_train_is_refused(time, said):
     with pytest.raises(ConfigError, match=said):
         render(replace(JOB, time=time))
+
+
+@pytest.mark.parametrize(("torchrun", "cores"), [(False, 8), (True, 64)])
+def test_the_cores_of_a_task_are_always_asked_for(torchrun, cores):
+    """Slurm gives a task one core, which a rank would share with what loads its data."""
+    text = render(replace(JOB, torchrun=torchrun, nodes=2, gpus_per_node=8))
+    assert f"#SBATCH --cpus-per-task={cores} " in text
+    assert "srun --kill-on-bad-exit=1" in text
+    assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in text
+    assert "OMP_NUM_THREADS=8" in text
