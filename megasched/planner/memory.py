@@ -18,6 +18,8 @@ from megasched.trainer.stages.stage import Stage
 
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.
 FILLED = 3
+# So far may a prediction be off: torch's CUDA allocator gives each part of a run within this (docs/plan.md).
+ERROR = 0.05
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, ParallelDims
-from megasched.planner.hardware.hardware import load_hardware
-from megasched.planner.search import Candidate, Job, search
+from megasched.planner.hardware.hardware import GIB, load_hardware
+from megasched.planner.memory import ERROR
+from megasched.planner.search import STATIC, Candidate, Job, search
 from megasched.printing.shell_command import program
 from megasched.trainer.evidence.compatibility import model_words
 from megasched.trainer.session import Session, open_session
@@ -50,8 +52,23 @@ class PlanReport:
 
     def reasons(self) -> list[tuple[str, int]]:
         """Returns the reasons why layouts are out, with the number of each; memory is one reason."""
-        found = Counter("more memory than there is" if one.too_large else one.why_out for one in self.out)
+        found = Counter(self._memory_reason if one.lacking else one.why_out for one in self.out)
         return found.most_common()
+
+    @cached_property
+    def _memory_reason(self) -> str:
+        """Returns by how much memory is short at the least, and the flags that make it do."""
+        nearest = min((one for one in self.out if one.lacking), key=lambda one: one.lacking)
+        flags = ["--grad-reduce-in-bf16"] if self.job.gradient_dtype == torch.float32 else []
+        if not nearest.why_out.startswith(STATIC):  # activations are what is cut then
+            flags += [f"--max-cp {2 * self.job.largest_context}", "a smaller --seq-length"]
+        flags.append("more --gpus")
+        lacking = f"{nearest.lacking / GIB:.2f} GiB at {replace(nearest.layout, fp8=None)}"
+        return f"more memory than there is, at the least {lacking}; what helps: {', '.join(flags)}"
+
+    def is_tight(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate fits by less than a prediction of memory may be off."""
+        return candidate.fullest.total * (1 + ERROR) > self.job.hardware.usable_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON, in the form that ``megasched tune --warm-start`` reads."""
@@ -62,7 +79,9 @@ class PlanReport:
             "sequence_length": self.job.sequence_length,
             "global_batch_size": self.job.global_batch_size,
             "layouts": [self._one(candidate) for candidate in self.fitting],
-            "out": [{"layout": str(one.layout), "why": one.why_out} for one in self.out],
+            "out": [
+                {"layout": str(one.layout), "why": one.why_out, "lacking_bytes": one.lacking} for one in self.out
+            ],
         }
 
     def _one(self, candidate: Candidate) -> dict[str, Any]:
@@ -85,6 +104,7 @@ class PlanReport:
             "step_seconds": candidate.time.total,
             "seconds": candidate.time.parts,
             "tokens_per_second_per_gpu": self.tokens_per_second(candidate),
+            "tight": self.is_tight(candidate),
             "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in candidate.memory],
         }
 
@@ -126,7 +146,11 @@ def plan(
         )
     if fp8_recipe is not None and hardware.fp8_tflops is None:
         raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
-    asked = {"overrides": overrides or (), "trust_remote_code": trust_remote_code, "adapter": adapter}
+    asked: dict[str, Any] = {
+        "overrides": overrides or (),
+        "trust_remote_code": trust_remote_code,
+        "adapter": adapter,
+    }
     job = Job(
         _opened_sessions(hf_model, schedule, sequence_length, asked),
         hardware,

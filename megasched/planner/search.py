@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from megasched.definition.experts import is_experts
 from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.parallel_dims import Fp8, ParallelDims
-from megasched.planner.hardware.hardware import Hardware
+from megasched.planner.hardware.hardware import GIB, Hardware
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.forked import map_forked
 from megasched.planner.measure.parameter_counts import ParameterCounts
@@ -27,6 +28,7 @@ from megasched.trainer.stages.stage import Stage
 
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = (None, "full")
+STATIC = "parameters, gradients and optimizer: "
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Candidate:
         recompute_num_layers: layers of each stage that are recomputed, its first ones; None for all.
         memory: memory of each pipeline rank; may be empty where one of them has no room.
         why_out: empty for one that can be run.
-        too_large: whether it is out for memory.
+        lacking: bytes that its fullest rank needs beyond those that there are; 0 where it is not out for memory.
     """
 
     layout: ParallelDims
@@ -70,7 +72,7 @@ class Candidate:
     memory: tuple[RankMemory, ...] = ()
     time: StepTime | None = None
     why_out: str = ""
-    too_large: bool = False
+    lacking: int = 0
     recompute_num_layers: int | None = None
 
     @property
@@ -166,8 +168,8 @@ def _of_session(job: Job, group: ParallelDims, session: Session) -> Iterator[Can
         except MegaschedError as error:
             yield Candidate(layout, None, microbatches, why_out=_reason(error))
             continue
-        if why := _too_large(job, counts, stages, layout):
-            yield Candidate(layout, None, microbatches, why_out=why, too_large=True)
+        if (size := _least_size(job, counts, stages, layout)) > job.hardware.usable_bytes:
+            yield _too_large(job, size, Candidate(layout, None, microbatches), STATIC)
             continue
         for recompute in RECOMPUTE:
             key = layout.micro_batch_size, recompute
@@ -217,16 +219,17 @@ def _reason(error: MegaschedError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _too_large(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: ParallelDims) -> str:
-    """Returns why a layout has no room even without activations, before anything is measured; else empty."""
+def _least_size(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: ParallelDims) -> int:
+    """Returns the bytes of a layout's fullest rank without activations, before anything is measured."""
     ranks = (counts.held(stages[rank :: layout.pp]) for rank in range(layout.pp))
-    largest = max(sum(static_bytes(held, layout, job.dtype, job.gradient_dtype, sharded=True)) for held in ranks)
-    return _not_fitting(largest, job.hardware, "parameters, gradients and optimizer: ")
+    return max(sum(static_bytes(held, layout, job.dtype, job.gradient_dtype, sharded=True)) for held in ranks)
 
 
-def _not_fitting(size: int, hardware: Hardware, what: str = "") -> str:
-    room = hardware.usable_bytes
-    return "" if size <= room else f"{what}{size / 1e9:.0f} GB do not fit in {room / 1e9:.0f} GB"
+def _too_large(job: Job, size: int, candidate: Candidate, what: str = "") -> Candidate:
+    """Returns the candidate as one that is out, because its fullest rank needs so many bytes."""
+    room = job.hardware.usable_bytes
+    why = f"{what}{size / GIB:.2f} GiB do not fit in {room / GIB:.2f} GiB"
+    return replace(candidate, why_out=why, lacking=math.ceil(size - room))
 
 
 def _layouts(job: Job, group: ParallelDims, session: Session) -> Iterator[ParallelDims]:
@@ -279,10 +282,11 @@ def _candidate(
     filled = min(microbatches, FILLED * layout.pp)
     of_rank = partial(rank_memory, measured, stages, layout, microbatches=filled, sharded=True)
     # The second rank of three has neither end of the model, and what it takes is measured in a third of the time.
-    if layout.pp > 2 and (why := _not_fitting(of_rank(1).total, job.hardware)):
-        return Candidate(layout, recompute, microbatches, why_out=why, too_large=True)
+    bare = Candidate(layout, recompute, microbatches)
+    if layout.pp > 2 and (size := of_rank(1).total) > job.hardware.usable_bytes:
+        return _too_large(job, size, bare)
     memory = tuple(of_rank(rank) for rank in range(layout.pp))
-    if why := _not_fitting(max(one.total for one in memory), job.hardware):
-        return Candidate(layout, recompute, microbatches, memory, why_out=why, too_large=True)
+    if (size := max(one.total for one in memory)) > job.hardware.usable_bytes:
+        return _too_large(job, size, replace(bare, memory=memory))
     time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
     return Candidate(layout, recompute, microbatches, memory, time)

@@ -1,20 +1,24 @@
 """The search: what fits, in which order, and what is printed of it."""
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli.main import main
+from megasched.cli.search.plan import print_plan
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.patches import active
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure import probe
-from megasched.planner.memory import stages_of
+from megasched.planner.memory import ERROR, stages_of
 from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
 from megasched.planner.search import Job, _of_group
 from megasched.printing.shell_command import program
@@ -86,7 +90,7 @@ def test_those_that_fit_come_fastest_first(planned):
         assert all(one.fullest.total <= report.job.hardware.usable_bytes for one in report.fitting)
     small, large = planned
     assert small.out
-    assert all(one.too_large for one in small.out)
+    assert all(one.lacking > 0 for one in small.out)
     assert not large.out
     assert {one.layout for one in small.fitting} < {one.layout for one in large.fitting}
 
@@ -182,7 +186,7 @@ def test_the_table(planned, model, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "tokens/s/GPU" in printed
     assert "--micro-batch-size" in printed
-    assert "more memory than there is" in printed
+    assert "more memory than there is, at the least" in printed
     written = page.read_text()
     assert "activations" in written
     assert "times are relative" not in written
@@ -191,6 +195,31 @@ def test_the_table(planned, model, tmp_path, capsys, monkeypatch):
 def test_nothing_fits(model, tmp_path, capsys):
     assert run(model, hardware(tmp_path, 0.02), "--json") == 1
     assert json.loads(capsys.readouterr().out)["layouts"] == []
+
+
+def test_by_how_much_memory_is_short_and_what_helps(model, tmp_path, capsys):
+    assert run(model, hardware(tmp_path, 0.02)) == 1
+    told = re.search(r"at the least ([\d.]+) GiB at (.*); what helps: (.*)", capsys.readouterr().out)
+    assert 0 < float(told[1]) < 0.1
+    assert told[3] == "--grad-reduce-in-bf16, more --gpus"  # no activations are in it yet
+    assert run(model, hardware(tmp_path, 0.02), "--grad-reduce-in-bf16", "--json") == 1
+    out = json.loads(capsys.readouterr().out)["out"]
+    assert all(one["lacking_bytes"] > 0 for one in out if "do not fit" in one["why"])
+
+
+def test_what_fits_by_less_than_the_prediction_may_be_off_is_marked(planned, capsys):
+    report = planned[1]
+    best = report.fitting[0]
+    sizes = {ERROR / 2: True, ERROR * 2: False}
+    for left, tight in sizes.items():
+        gib = best.fullest.total * (1 + left) / 2**30
+        job = replace(report.job, hardware=replace(report.job.hardware, memory_gib=gib, reserved_gib=0.0))
+        close = replace(report, job=job, fitting=[best])
+        assert close.is_tight(best) == tight
+        print_plan(close, Console(width=200), 1)
+        printed = capsys.readouterr().out
+        assert (f"~{best.fullest.total / 2**30:.2f}" in printed) == tight
+        assert ("may run out of memory" in printed) == tight
 
 
 def test_ranked_are_the_fastest_of_each_kind(planned):

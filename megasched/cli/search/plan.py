@@ -21,11 +21,13 @@ from megasched.cli.page.page import build_page
 from megasched.cli.show.report import inspect_schedule
 from megasched.json_output import json_only
 from megasched.planner.hardware.hardware import GIB
-from megasched.planner.memory import RankMemory
+from megasched.planner.memory import ERROR, RankMemory
 from megasched.planner.pipeline import simulate
 from megasched.planner.plan import PlanReport, plan, run_words, slurm_words
 from megasched.planner.search import Candidate
 
+# Before the memory of a layout that may not fit after all.
+TIGHT = "~"
 _PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 
 
@@ -84,6 +86,12 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
     )
     if report.fitting:
         console.print(_table(report, top))
+        if any(report.is_tight(one) for one in report.ranked()[:top]):
+            console.print(
+                f"{TIGHT} fits by less than the {ERROR:.0%} that predictions of memory may be off: it may run out "
+                "of memory; try one without the mark first",
+                soft_wrap=True,
+            )
         best = report.fitting[0]
         console.print(Text("\nmemory of the first one, on its fullest pipeline rank", "bold"))
         console.print(_memory(best.fullest))
@@ -113,7 +121,7 @@ def _row(report: PlanReport, candidate: Candidate) -> list[str]:
         str(replace(candidate.layout, fp8=None)),  # which is the same for all
         str(candidate.layout.micro_batch_size),
         _recompute(candidate),
-        f"{candidate.fullest.total / GIB:.2f}",
+        f"{TIGHT if report.is_tight(candidate) else ''}{candidate.fullest.total / GIB:.2f}",
         f"{time.total:.2f} s" if time.total >= 1 else f"{1e3 * time.total:.2f} ms",
         f"{report.tokens_per_second(candidate):,.0f}",
         f"{time.waiting / time.total:.0%}",
