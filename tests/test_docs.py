@@ -40,7 +40,7 @@ FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
 # Of other people's programs, as far as the pages show them.
-OTHER_FLAGS = {"--ntasks-per-node", "--test-only", "--qos", "--kill-on-bad-exit"}  # Slurm's
+OTHER_FLAGS = {"--ntasks-per-node", "--cpus-per-task", "--test-only", "--qos", "--kill-on-bad-exit"}  # Slurm's
 OTHER_FLAGS |= {"--input", "--output"}  # DeepSpeed's, up to an underscore
 OTHER_FLAGS |= {"--build-arg", "--gpus", "--ipc", "--rm", "--ulimit"}  # Docker's
 # Of the scripts in bench/, which are no package.
