@@ -57,3 +57,8 @@ def format_bytes(count: float) -> str:
             value = count / size
             return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns seconds in few characters: ``6.76 s``, ``431.40 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -14,6 +14,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import GIB, load_hardware
 from megasched.planner.memory import ERROR
+from megasched.planner.predict import refuse_8_bits
 from megasched.planner.search import STATIC, Candidate, Job, search
 from megasched.printing.shell_command import program
 from megasched.trainer.evidence.compatibility import model_words
@@ -144,8 +145,7 @@ def plan(
         raise ConfigError(
             f"--gpus {gpus}: a node of {hardware.name} has {hardware.gpus_per_node}; give whole nodes"
         )
-    if fp8_recipe is not None and hardware.fp8_tflops is None:
-        raise ConfigError(f"--fp8-recipe {fp8_recipe}: {hardware.name} has no 8-bit matrix products (fp8_tflops)")
+    refuse_8_bits(hardware, fp8_recipe)
     asked: dict[str, Any] = {
         "overrides": overrides or (),
         "trust_remote_code": trust_remote_code,

@@ -6,10 +6,9 @@ from argparse import Namespace
 
 import torch
 
-from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
-from megasched.planner.measure.stages import Measurements, PartlyRecomputed
+from megasched.planner.measure.stages import measurements_of
 from megasched.planner.memory import FILLED, RankMemory, rank_memory
 from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
@@ -30,13 +29,9 @@ def run_memory(
         ConfigError: the model computes by values, and can't be measured without them.
     """
     layout = session.plan.layout
-    full = args.recompute_granularity == "full"
-    partly = full and args.recompute_method == "block"
+    partly = args.recompute_granularity == "full" and args.recompute_method == "block"
     with fake_groups(layout):
-        measured = Measurements(session, _setting(args, layout, args.recompute_granularity))
-        if partly:
-            plain = Measurements(session, _setting(args, layout, None), measured)
-            measured = PartlyRecomputed(plain, measured, args.recompute_num_layers)
+        measured = measurements_of(session, _setting(args), args.recompute_num_layers if partly else None)
         return tuple(
             rank_memory(
                 measured,
@@ -50,13 +45,13 @@ def run_memory(
         )
 
 
-def _setting(args: Namespace, layout: ParallelDims, recompute: str | None) -> Setting:
+def _setting(args: Namespace) -> Setting:
     in_float32 = args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32
     return Setting(
         micro_batch_size=args.micro_batch_size,
         sequence_length=args.seq_length,
         dtype=args.params_dtype,
-        recompute_granularity=recompute,
+        recompute_granularity=args.recompute_granularity,
         gradient_dtype=torch.float32 if in_float32 else args.params_dtype,
         on_gpu=args.params_dtype != torch.float32,
     )

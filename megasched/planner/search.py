@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megasched.definition.experts import is_experts
-from megasched.errors import MegaschedError, Problem, ScheduleError
+from megasched.errors import MegaschedError
 from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import GIB, Hardware
 from megasched.planner.measure.build_stage import Setting
@@ -22,6 +22,7 @@ from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.measure.probe import emulated_cuda, fake_groups
 from megasched.planner.measure.stages import Measurements, PartlyRecomputed
 from megasched.planner.memory import FILLED, RankMemory, rank_memory, stages_of, static_bytes
+from megasched.planner.predict import reason_of, refuse_loops
 from megasched.planner.step_time import StepTime, step_time
 from megasched.trainer.session import Session
 from megasched.trainer.stages.stage import Stage
@@ -105,7 +106,7 @@ def _of_context(job: Job, on_group: Callable[[ParallelDims], Any], cp: int) -> l
     except MegaschedError as error:
         if cp == 1:
             raise
-        return [Candidate(ParallelDims(context_parallel_size=cp), None, 0, why_out=_reason(error))]
+        return [Candidate(ParallelDims(context_parallel_size=cp), None, 0, why_out=reason_of(error))]
     with suppress(MegaschedError):  # it is that group's own, and comes again
         for group in groups[:1]:  # the plans and cuts of the others rest on the same runs
             job.open_session(group).forward_flops(job.sequence_length)
@@ -120,7 +121,7 @@ def _of_context(job: Job, on_group: Callable[[ParallelDims], Any], cp: int) -> l
 def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
     """Yields layouts of TP inside a node and EP, which may lie over the ranks of TP and CP, in powers of two."""
     session = job.open_session(ParallelDims(context_parallel_size=cp))
-    _refuse_loops(session)
+    refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
     for tp, ep in itertools.product(_powers(largest), _powers(_experts(session))):
         if job.gpus % (tp * cp) == 0 and job.gpus % ep == 0 and job.sequence_length % (2 * cp * tp) == 0:
@@ -131,13 +132,6 @@ def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
                 expert_model_parallel_size=ep,
                 fp8=job.fp8,
             )
-
-
-def _refuse_loops(session: Session) -> None:
-    structure = session.plan.structure
-    if structure is not None and structure.repeated:
-        what = "no plan: layers that are called more than once are measured once"
-        raise ScheduleError(Problem(what, structure.layers, remedy="run it, and `megasched tune` it"))
 
 
 def _experts(session: Session) -> int:
@@ -155,7 +149,7 @@ def _of_group(job: Job, group: ParallelDims) -> list[Candidate]:
         with fake_groups(group):
             return list(_of_session(job, group, session))
     except MegaschedError as error:
-        return [Candidate(group, None, 0, why_out=_reason(error))]
+        return [Candidate(group, None, 0, why_out=reason_of(error))]
 
 
 def _of_session(job: Job, group: ParallelDims, session: Session) -> Iterator[Candidate]:
@@ -166,7 +160,7 @@ def _of_session(job: Job, group: ParallelDims, session: Session) -> Iterator[Can
         try:
             stages = stages_of(session, layout, job.sequence_length)
         except MegaschedError as error:
-            yield Candidate(layout, None, microbatches, why_out=_reason(error))
+            yield Candidate(layout, None, microbatches, why_out=reason_of(error))
             continue
         if (size := _least_size(job, counts, stages, layout)) > job.hardware.usable_bytes:
             yield _too_large(job, size, Candidate(layout, None, microbatches), STATIC)
@@ -210,13 +204,6 @@ def _least_recompute(
         else:
             found, high = replace(candidate, recompute_num_layers=count), count
     return found
-
-
-def _reason(error: MegaschedError) -> str:
-    """Returns the message of an error in one line."""
-    if isinstance(error, ScheduleError):
-        return "; ".join(dict.fromkeys(problem.what for problem in error.problems))
-    return str(error).partition("\n")[0]
 
 
 def _least_size(job: Job, counts: ParameterCounts, stages: Sequence[Stage], layout: ParallelDims) -> int:
@@ -288,5 +275,5 @@ def _candidate(
     memory = tuple(of_rank(rank) for rank in range(layout.pp))
     if (size := max(one.total for one in memory)) > job.hardware.usable_bytes:
         return _too_large(job, size, replace(bare, memory=memory))
-    time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches)
+    time = step_time(measured, stages, layout, job.hardware, microbatches=microbatches, sharded=True)
     return Candidate(layout, recompute, microbatches, memory, time)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
 
+import torch
+
 from megasched.language.parallel_dims import ParallelDims
-from megasched.planner.hardware.hardware import Group, Hardware
+from megasched.planner.groups import DATA, EXPERT_DATA, TENSOR, groups_of
+from megasched.planner.hardware.hardware import Hardware
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.work import Work
 from megasched.planner.pipeline import Chunk, simulate
+from megasched.planner.replicas import gradient_transfers, parameter_transfers
 
 if TYPE_CHECKING:
     from megasched.planner.measure.stages import Measurements
     from megasched.trainer.stages.stage import Stage
 
-# What a distributed optimizer sends and touches for each parameter that a rank holds, in bytes: gradients
-# are reduced, parameters in 16 bits gathered (megatron/core/distributed/param_and_grad_buffer.py); its
-# step reads and writes both numbers of Adam and the parameter in float32, and reads the gradient.
-_PARAMETER, _STEP = 2, 30
+# What a step of Adam touches for each parameter, in bytes: it reads and writes both of its numbers and the
+# parameter in float32, writes that in 16 bits, and reads the gradient.
+_STEP = 30
 # Of what could be hidden behind a backward or forward, the first and last bucket can't be.
 _EXPOSED = 0.1
-_TENSOR = "TENSOR_MODEL_PARALLEL_GROUP"
-_DATA, _EXPERT_DATA = "DATA_PARALLEL_GROUP_WITH_CP", "EXPERT_DATA_PARALLEL_GROUP"
 # A schedule is played through with so many micro-batches for each pipeline rank; each more takes the same time.
 _PLAYED = 2, 4
 
@@ -69,27 +70,10 @@ def chunk_work(measured: Measurements, stage: Stage) -> tuple[Work, Work]:
     return forward, reduce(add, (one.backward_work for one in others), end.backward_work)
 
 
-def groups_of(layout: ParallelDims) -> dict[str, Group]:
-    """Returns Megatron's groups by name.
-
-    Its order of ranks is TP, CP, DP, PP; those of experts have a grid of their own, in which it is EP, DP, PP
-    (``megatron/core/parallel_state.py``).
-    """
-    tp, cp, ep = layout.tp, layout.cp, layout.ep
-    of_stage = tp * cp * layout.data_parallel_size
-    return {
-        _TENSOR: Group(tp, tp),
-        "CONTEXT_PARALLEL_GROUP": Group(cp, tp * cp),
-        "EXPERT_MODEL_PARALLEL_GROUP": Group(ep, ep),
-        _DATA: Group(cp * layout.data_parallel_size, of_stage),
-        _EXPERT_DATA: Group(layout.expert_data_parallel_size, of_stage),
-    }
-
-
 def pass_seconds(work: Work, layout: ParallelDims, hardware: Hardware, itemsize: int) -> tuple[float, float]:
     """Returns the seconds in which one pass of a micro-batch computes, and in which it sends without computing."""
     products = hardware.product_seconds(work)
-    overlapped = _TENSOR if layout.tp_comm_overlap else ""
+    overlapped = TENSOR if layout.tp_comm_overlap else ""
     alone, behind = hardware.send_seconds(work, groups_of(layout), overlapped)
     return products + hardware.other_seconds(work, itemsize), alone + max(0.0, behind - products)
 
@@ -101,8 +85,13 @@ def step_time(
     hardware: Hardware,
     *,
     microbatches: int,
+    sharded: bool,
 ) -> StepTime:
-    """Returns the step time of a layout with these stages, in the order in which the model runs."""
+    """Returns the step time of a layout with these stages, in the order in which the model runs.
+
+    Args:
+        sharded: whether the optimizer's state is sharded (Megatron's distributed optimizer).
+    """
     setting, data_parallel = measured.setting, layout.data_parallel_size
     wire = measured.layer(0).output
     behind = layout.tp * layout.cp * data_parallel  # ranks from one stage to the next
@@ -123,9 +112,12 @@ def step_time(
     compute, sending = (part * microbatches for part in seconds[busiest])
     waiting = max(0.0, _played(chunks, microbatches) - compute - sending)
     counts = [measured.parameters.held(stages[rank :: layout.pp]) for rank in range(layout.pp)]
-    groups, itemsize = groups_of(layout), setting.gradient_dtype.itemsize
-    gradients = max(_gradients(chunks[busiest], hardware, count, groups, itemsize) for count in counts)
-    own = max(count.dense / groups[_DATA].ranks + count.experts / groups[_EXPERT_DATA].ranks for count in counts)
+    dtypes, groups = (setting.dtype, setting.gradient_dtype), groups_of(layout)
+    gradients = max(
+        _exposed_seconds(chunks[busiest], hardware, count, layout, dtypes, sharded=sharded) for count in counts
+    )
+    replicas = [groups[name].ranks if sharded else 1 for name in (DATA, EXPERT_DATA)]
+    own = max(count.dense / replicas[0] + count.experts / replicas[1] for count in counts)
     return StepTime(compute, sending, waiting, gradients, hardware.traffic_seconds(own * _STEP), chunks)
 
 
@@ -138,29 +130,28 @@ def _played(chunks: Sequence[Sequence[Chunk]], microbatches: int) -> float:
     return long + (long - short) / (many - few) * (microbatches - many)
 
 
-def _gradients(
-    chunks: Sequence[Chunk], hardware: Hardware, count: Count, groups: Mapping[str, Group], itemsize: int
+def _exposed_seconds(
+    chunks: Sequence[Chunk],
+    hardware: Hardware,
+    count: Count,
+    layout: ParallelDims,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    sharded: bool,
 ) -> float:
     """Returns the seconds of Megatron's overlapped gradient reduction and parameter gathering that are not hidden.
 
     Args:
         count: count of a rank's parameters.
-        groups: the groups of ranks by name.
-        itemsize: bytes of a gradient.
+        dtypes: dtypes of parameters and of gradients.
     """
-    backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
-    total = 0.0
-    for size, behind in ((itemsize, backward), (_PARAMETER, forward)):
+    groups, total = groups_of(layout), 0.0
+    for transfers, behind in (
+        (gradient_transfers(count, layout, dtypes[1], sharded=sharded), sum(chunk.backward for chunk in chunks)),
+        (parameter_transfers(count, layout, dtypes[0], sharded=sharded), sum(chunk.forward for chunk in chunks)),
+    ):
         seconds = sum(
-            _shared_seconds(hardware, groups[name], numbers * size)
-            for name, numbers in ((_DATA, count.dense), (_EXPERT_DATA, count.experts))
+            hardware.collective_seconds(one.operation, one.bytes, groups[one.group]) for one in transfers
         )
         total += max(seconds - behind, _EXPOSED * seconds)
     return total
-
-
-def _shared_seconds(hardware: Hardware, group: Group, size: int) -> float:
-    """Returns the seconds to reduce or gather so many bytes, of which each rank has a part after or before."""
-    if group.ranks == 1 or not size:
-        return 0.0
-    return hardware.link(group.span).seconds(size * (group.ranks - 1) / group.ranks)

@@ -84,6 +84,7 @@ def _of_process(rank: int, place: RankCoordinates) -> Iterator[dict[str, Any]]:
     for name, values in (
         ("process_name", {"name": f"rank {rank}: {place}"}),
         ("process_sort_index", {"sort_index": rank}),
+        ("thread_name", {"name": "step"}),
     ):
         yield {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": values}
 

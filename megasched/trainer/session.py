@@ -148,7 +148,7 @@ class Session:
         """
         inputs = objective_of(self.definition).trial_inputs(self.definition.config, 1, sequence_length)
         try:
-            return self.runs.forward_flops(self.replaced, inputs, self.plan.structure)
+            return self.runs.forward_flops(self.replaced, inputs, self.structure)
         except ScheduleError as error:
             problem = error.problems[0]
             what = f"its FLOPs can't be counted at {sequence_length} tokens, and stages are cut by them: "

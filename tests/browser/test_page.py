@@ -7,9 +7,9 @@ import re
 import pytest
 
 from megasched.cli.page.html import write_page
-from megasched.planner.pipeline import Chunk, simulate
+from megasched.planner.pipeline import Chunk
 from tests.browser.chromium import Chromium
-from tests.cli.pages import HOSTILE, hostile_page, page_of
+from tests.cli.pages import HOSTILE, hostile_page, page_of, predicted
 
 pytestmark = pytest.mark.browser
 SPANS = "document.querySelectorAll('#lanes .span').length"
@@ -46,6 +46,12 @@ def shown(browser, tmp_path):
     assert [event for event in browser.events if event.get("method") in errors] == []
 
 
+def whole_step(browser):
+    """A long pipeline opens at its warm-up."""
+    browser.value("document.getElementById('zoom-all').click()")
+    browser.settled()
+
+
 def point(browser, rank, microbatch):
     """The middle of the first span of a micro-batch on a rank's lane."""
     x, y = browser.value(
@@ -61,6 +67,7 @@ def point(browser, rank, microbatch):
 
 def test_every_forward_and_backward_is_there(shown):
     browser = shown(page_of(pp=2, vpp=2, microbatches=4))
+    whole_step(browser)
     assert browser.value(SPANS) == 2 * 2 * 4 * 2
     assert browser.value("document.querySelectorAll('#lanes .forward').length") == 16
     assert browser.value("document.querySelectorAll('#lanes .lane').length") == 2
@@ -84,6 +91,7 @@ def test_hovering_tells_what_it_is(shown):
 
 def test_zoom_and_pan_by_button_wheel_key_and_mouse(shown):
     browser = shown(page_of(pp=2, vpp=1, microbatches=8))
+    whole_step(browser)
     everything = browser.value(SPANS)
     assert everything == 2 * 8 * 2
 
@@ -119,9 +127,10 @@ def test_names_are_text_and_nothing_else(shown):
 def test_of_hundred_thousand_spans_few_elements_are_drawn(shown):
     """Which is what keeps it fast."""
     chunks = [[Chunk(1.0, 2.0)] * 8] * 16
-    page = page_of(pp=16, vpp=8, microbatches=512, predicted=simulate(chunks, 512))
+    page = page_of(pp=16, vpp=8, microbatches=512, prediction=predicted(chunks))
     assert len(page.predicted) == 131_072
     browser = shown(page)
+    whole_step(browser)
     elements = "document.querySelectorAll('#lanes *').length"
     assert browser.value(elements) < 20_000
     for _ in range(12):
@@ -141,3 +150,45 @@ def test_dark_and_printed(shown, tmp_path):
     assert sum(map(int, re.findall(r"\d+", light)[:3])) > 700 > 120 > sum(map(int, re.findall(r"\d+", dark)[:3]))
     assert browser.send("Page.printToPDF", printBackground=True)["data"].startswith("JVBERi")
     assert browser.value("document.querySelectorAll('details:not([open])').length") == 0
+
+
+# Text and the ratio of its luminance to that of its ground, as WCAG has it, where the ratio is below 4.5.
+CONTRAST = """(() => {
+  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = (rgb) => rgb.slice(0, 3).map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, i) => sum + one * [0.2126, 0.7152, 0.0722][i], 0);
+  const over = (top, share, ground) => top.slice(0, 3).map((one, i) => one * share + ground[i] * (1 - share));
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const colour = numbers(getComputedStyle(one).backgroundColor);
+      if ((colour[3] ?? 1) === 1) return colour;
+    }
+    return numbers(getComputedStyle(document.documentElement).backgroundColor);
+  };
+  const low = [];
+  const check = (element, colour, behind) => {
+    const [light, dark] = [luminance(colour), luminance(behind)].sort((a, b) => b - a);
+    const ratio = (light + 0.05) / (dark + 0.05);
+    if (ratio < 4.5) low.push([element.textContent.trim().slice(0, 40), ratio]);
+  };
+  for (const element of document.body.querySelectorAll("*:not(script):not(style):not(svg *)"))
+    if ([...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))
+      check(element, numbers(getComputedStyle(element).color), ground(element));
+  for (const text of document.querySelectorAll("#lanes .number")) {
+    const span = text.previousElementSibling, style = getComputedStyle(span);
+    const behind = over(numbers(style.fill), Number(style.fillOpacity), ground(document.documentElement));
+    check(text, numbers(getComputedStyle(text).fill), behind);
+  }
+  return low;
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(shown, scheme):
+    browser = shown(page_of(2, 2, 4, prediction=predicted([[Chunk(1.0, 2.0)] * 2] * 2)))
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.settled()
+    low = browser.value(CONTRAST)
+    browser.send("Emulation.setEmulatedMedia", features=[])
+    assert low == []

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
 from megasched.cli.page.page import Page, build_page
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport, StageReport
+from megasched.cli.show.step import MICROBATCHES_A_RANK, StepReport
 from megasched.language.parallel_dims import ParallelDims
+from megasched.planner.memory import RankMemory
+from megasched.planner.pipeline import Chunk
+from megasched.planner.predict import Prediction, StepFlags
+from megasched.planner.step_time import StepTime
 from megasched.trace.timeline import Span
 
 HOSTILE = """</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1">'"&amp;<b id=owned>"""
 
 
-def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
+GIB = 1 << 30
+# A step of one second at the first rank, of which all wait a quarter.
+TIME = StepTime(0.5, 0.25, 0.25, 0.0, 0.0)
+
+
+def predicted(chunks: list[list[Chunk]], total: StepTime = TIME) -> Prediction:
+    """Two parts of memory on each rank, and nothing sent."""
+    memory = tuple(RankMemory(GIB, 0, 0, 0, GIB // 2) for _ in chunks)
+    kept = tuple(GIB // 8 for rank in chunks for _ in rank)
+    return Prediction(memory, kept, (Counter(), Counter()), replace(total, chunks=chunks))
+
+
+def report_of(pp: int, vpp: int, name: str = "proj", microbatches: int = 0, **step: Any) -> ShowReport:
     """One linear in each of as many layers as there are stages."""
+    microbatches = microbatches or MICROBATCHES_A_RANK * pp
     count = pp * vpp
     parameter = ParameterReport("weight", (64, 32), (32, 32))
     everywhere = tuple(range(count))
@@ -25,7 +47,10 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         path, becomes = f"layers.{layer}.{name}", "ColumnParallelLinear"
         modules.append(ModuleReport(path, "Linear", becomes, "column", (parameter,), stages=(layer,)))
     stages = [
-        StageReport(number, number % pp, number // pp, number, number + 1, (), 1024, 1 / count)
+        StageReport(
+            *(number, number % pp, number // pp, number, number + 1, (), 1024, 1 / count),
+            state_bytes=(GIB // 4, GIB // 2, 0),
+        )
         for number in range(count)
     ]
     layout = ParallelDims(
@@ -49,20 +74,21 @@ def report_of(pp: int, vpp: int, name: str = "proj") -> ShowReport:
         check="",
         hidden_size=32,
         layers="layers",
+        step=StepReport(
+            **{"flags": StepFlags(), "hardware": None, "tokens": 1000.0, **step}, microbatches=microbatches
+        ),
     )
 
 
 def page_of(pp: int, vpp: int, microbatches: int, **options) -> Page:
-    return build_page(report_of(pp, vpp), global_batch_size=microbatches, **options)
+    return build_page(report_of(pp, vpp, microbatches=microbatches, **options))
 
 
 def hostile_page() -> Page:
     """Of names that someone has chosen to break the page."""
-    from dataclasses import replace
-
     name = HOSTILE.replace(".", "")
     report = replace(
         report_of(2, 1, name), hf_model=HOSTILE, schedule=HOSTILE, model=HOSTILE, unverified=[HOSTILE]
     )
     spans = [Span(rank, "forward", 0, 0, 0.0, 1.0, HOSTILE) for rank in (0, 1)]
-    return build_page(report, predicted=spans, memory=[{HOSTILE: 5}, {HOSTILE: 7}])
+    return replace(build_page(report), predicted=spans)

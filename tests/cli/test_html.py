@@ -12,8 +12,11 @@ from megasched.cli.output import format_bytes
 from megasched.cli.page.html import render, write_page
 from megasched.cli.page.page import build_page
 from megasched.errors import ConfigError
-from tests.cli.pages import HOSTILE, hostile_page, page_of
+from megasched.planner.hardware.hardware import load_hardware
+from megasched.planner.pipeline import Chunk
+from tests.cli.pages import HOSTILE, hostile_page, page_of, predicted
 
+H100 = load_hardware("h100-80gb")
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|url\((?!#)|\bfetch\b|XMLHttp|WebSocket|import\(", re.IGNORECASE)
 
 
@@ -33,9 +36,7 @@ def timeline(tree):
 PAGES = {
     "one rank": lambda: page_of(1, 1, 2),
     "interleaved": lambda: page_of(2, 2, 4),
-    "memory": lambda: page_of(
-        2, 1, 4, memory=[{"parameters": 2**30, "activations": 2**29}, {"parameters": 2**30}]
-    ),
+    "predicted": lambda: page_of(2, 1, 4, prediction=predicted([[Chunk(1.0, 2.0)]] * 2), hardware=H100),
     "hostile": hostile_page,
 }
 
@@ -67,7 +68,7 @@ def test_labels_and_headings_are_there():
     assert tree.find(".//html") is None
     assert tree.get("lang") == "en"
     assert [text_of(one) for one in tree.iter("h2")] == [
-        *("A step in time", "Stages", "Parameters of a rank", "Communication", "Modules")
+        *("A step in time", "Stages", "Memory of a rank", "Communication", "Modules")
     ]
 
 
@@ -106,13 +107,58 @@ def test_numbers_for_those_who_do_not_see_the_picture():
 
 
 def test_bars_are_in_proportion():
-    tree = parse(render(PAGES["memory"]()))
+    """Of a rank, to the memory of a GPU; of a stage, to the largest stage."""
+    tree = parse(render(PAGES["predicted"]()))
     bars = [one for one in tree.iter("span") if one.get("class") == "bar"]
-    assert [[part.get("style") for part in bar] for bar in bars] == [
-        ["width: 66.667%", "width: 33.333%"],
-        ["width: 66.667%"],
+    assert [one.get("aria-label") for one in bars] == [
+        "stage 0: 1.00 GiB; parameters 256.0 MiB, gradients 512.0 MiB, activations 256.0 MiB",
+        "stage 1: 896.0 MiB; parameters 256.0 MiB, gradients 512.0 MiB, activations 128.0 MiB",
+        "pp 0: 1.50 GiB; parameters 1.00 GiB, activations 512.0 MiB",
+        "pp 1: 1.50 GiB; parameters 1.00 GiB, activations 512.0 MiB",
     ]
-    assert bars[0].get("aria-label") == "pp 0: 1.50 GiB; parameters 1.00 GiB, activations 512.0 MiB"
+    assert [part.get("style") for part in bars[0]] == ["width: 25.000%", "width: 50.000%", "width: 25.000%"]
+    room = H100.usable_bytes / 2**30
+    assert [part.get("style") for part in bars[2]] == [
+        f"width: {100 / room:.3f}%",
+        f"width: {50 / room:.3f}%",
+        "left: 100.000%",
+    ]
+
+
+def test_every_colour_has_its_name():
+    tree = parse(render(PAGES["predicted"]()))
+    for section in ("stages", "memory"):
+        (shown,) = tree.findall(f".//section[@id='{section}']")
+        colours = {i.get("class").split()[-1] for i in shown.iter("i") if "part" in i.get("class").split()}
+        named = {i.get("class").split()[-1] for li in shown.find("ul").iter("li") for i in li.iter("i")}
+        assert colours <= named
+
+
+def test_figures_stand_on_top():
+    """What the planner predicts on the hardware that is named; without it nothing is guessed."""
+
+    def told(page):
+        found = parse(render(page)).find(".//dl[@class='figures']")
+        return [[text_of(one) for one in div] for div in found]
+
+    assert told(PAGES["predicted"]()) == [
+        ["Step time", "1.00 s", "on H100 SXM 80 GB, 4 sequences"],
+        ["Pipeline bubble", "25.0%", "of the step the busiest rank waits"],
+        ["Tokens/s per GPU", "1,000", "on H100 SXM 80 GB"],
+        ["Peak memory of a GPU", "1.50 GiB", "fits into the 75.1 GiB for tensors"],
+    ]
+    unknown = ["not known", "name the hardware with --gpu"]
+    assert told(page_of(2, 1, 4)) == [
+        ["Step time", *unknown],
+        ["Pipeline bubble", "20.0%", "by FLOPs, without communication"],
+        ["Tokens/s per GPU", *unknown],
+        ["Peak memory of a GPU", "not known", ""],
+    ]
+    assert told(page_of(2, 1, 4, why_not="it computes by values", hardware=H100))[0] == [
+        "Step time",
+        "not known",
+        "it computes by values",
+    ]
 
 
 def test_layers_alike_are_one_line_in_the_tree():

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from megasched.cli.page.page import build_page
+from megasched.cli.page.recorded import recorded_step
+from megasched.cli.show.step import microbatches_of, step_options
 from megasched.errors import ConfigError
-from megasched.planner.pipeline import order_of
+from megasched.planner.pipeline import Chunk, order_of
+from megasched.planner.predict import StepFlags
 from megasched.trace.chrome_trace import RankCoordinates, trace_pieces
 from megasched.trace.timeline import Span
-from tests.cli.pages import page_of, report_of
+from tests.cli.pages import page_of, predicted, report_of
 
 
 def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2):
@@ -33,15 +36,14 @@ def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2):
 
 def test_a_step_has_some_microbatches_for_each_rank():
     page = build_page(report_of(4, 1))
-    assert page.microbatches == 16
+    assert page.report.step.microbatches == 16
     assert len(page.predicted) == 4 * 16 * 2
     assert (page.unit, page.measured) == ("", [])
 
 
 def test_a_batch_is_cut_into_microbatches():
-    report = report_of(2, 2)
-    layout = replace(report.layout, micro_batch_size=3, data_parallel_size=5)
-    assert build_page(replace(report, layout=layout), global_batch_size=60).microbatches == 4
+    layout = replace(report_of(2, 2).layout, micro_batch_size=3, data_parallel_size=5)
+    assert microbatches_of(layout, 60) == 4
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,8 @@ def test_a_batch_is_cut_into_microbatches():
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(batch, message):
-    report = report_of(2, 2)
     with pytest.raises(ConfigError, match=message):
-        build_page(replace(report, layout=replace(report.layout, micro_batch_size=2)), global_batch_size=batch)
+        microbatches_of(replace(report_of(2, 2).layout, micro_batch_size=2), batch)
 
 
 def test_without_a_prediction_flops_make_one():
@@ -66,15 +67,16 @@ def test_without_a_prediction_flops_make_one():
 
 
 def test_a_prediction_is_taken_as_it_is():
-    spans = [Span(0, "forward", 0, 0, 0.0, 0.25)]
-    page = page_of(pp=1, vpp=1, microbatches=1, predicted=spans, memory=[{"parameters": 7}])
-    assert (page.predicted, page.unit, page.notes, page.memory) == (spans, "s", [], [{"parameters": 7}])
+    page = page_of(pp=1, vpp=1, microbatches=1, prediction=predicted([[Chunk(0.25, 0.5)]]))
+    assert page.predicted == [Span(0, "forward", 0, 0, 0.0, 0.25), Span(0, "backward", 0, 0, 0.25, 0.75)]
+    assert (page.unit, page.notes) == ("s", [])
 
 
 def test_a_trace_is_laid_over_as_much_predicted_work(tmp_path):
     path = write_trace(tmp_path / "trace.json", pp=2, vpp=2, microbatches=4)
-    page = build_page(report_of(2, 2), trace=path)
-    assert page.microbatches == 4
+    recorded = recorded_step(path, report_of(2, 2).layout)
+    assert recorded.microbatches == 4
+    page = build_page(report_of(2, 2, microbatches=4), recorded)
     assert len(page.measured) == 2 * (4 * 2 * 2 + 1)  # of one TP rank, the last iteration
     assert {span.rank for span in page.measured} == {0, 1}
     assert page.unit == "s"
@@ -86,8 +88,9 @@ def test_a_trace_is_laid_over_as_much_predicted_work(tmp_path):
 def test_a_trace_of_another_layout_or_batch_is_refused(tmp_path):
     path = write_trace(tmp_path / "trace.json", pp=2, vpp=1, microbatches=4)
     with pytest.raises(ConfigError, match=r"are of PP 2 and VPP 1, and this layout has PP 2 and VPP 2"):
-        build_page(report_of(2, 2), trace=path)
+        recorded_step(path, report_of(2, 2).layout)
+    layout = report_of(2, 1).layout
     with pytest.raises(
         ConfigError, match=r"its steps have 4 micro-batches, those of --global-batch-size 6 have 6"
     ):
-        build_page(report_of(2, 1), trace=path, global_batch_size=6)
+        step_options(layout, StepFlags(), None, 6, recorded_step(path, layout))

@@ -56,6 +56,17 @@ def test_sequence_parallelism(inspect):
     assert text.count("weight [32], gradient partial, summed over TP") == 2
 
 
+def test_what_is_sent_is_summed_up(inspect):
+    """Over TP: the embedding's sum and those of two rows in each of four layers, and their gradients'."""
+    rows = [
+        line.split() for line in printed(inspect(tp=2, sequence_length=16)).splitlines() if line.startswith("TP")
+    ]
+    assert rows == [
+        ["TP", "all_reduce", "forward", "9", "9.00", "KiB"],
+        ["TP", "all_reduce", "backward", "9", "9.00", "KiB"],
+    ]
+
+
 def test_lines_fit_into_100_columns(inspect):
     for text in (printed(inspect(tp=4, sp=True, pp=2)), printed(inspect())):
         assert max(len(line.rstrip()) for line in text.splitlines()) <= 100

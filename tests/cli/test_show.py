@@ -1,10 +1,12 @@
 """``megasched show`` from the command line: what it prints, writes and refuses."""
 
 import json
+import re
 
 import pytest
 
 from megasched.language.records import load_records
+from megasched.trace.chrome_trace import RankCoordinates, read_trace
 from tests.cli.conftest import SCHEDULE
 
 
@@ -103,6 +105,42 @@ def test_show_writes_a_page(run, schedule, llama, tmp_path):
     assert path.read_text() == text
 
 
+def test_a_step_is_predicted_on_named_hardware(run, schedule, llama, tmp_path):
+    words = ("show", "--model-schedule", schedule, "--hf-model", llama, "--dp", 2, "--use-distributed-optimizer")
+    words += ("--gpu", "h100-80gb", "--global-batch-size", 8)
+    status, out, _ = run(*words)
+    assert status == 0
+    assert "reduce_scatter" in out
+    line = " ".join(out.split()).partition("predicted on ")[2]
+    assert re.match(r"H100 SXM 80 GB: step [\d.]+ ms \(4 micro-batches\), 0% of it waiting, [\d,]+ tokens", line)
+    path = tmp_path / "predicted.json"
+    report = json.loads(run(*words, "--json", "--predicted-trace", path)[1])
+    recorded = read_trace(path)
+    assert recorded.places == {0: RankCoordinates(0, 0, 0)}
+    assert [span.kind for span in recorded.iterations[1]] == ["forward", "backward"] * 4
+    step = report["step"]
+    assert step["tokens_per_second_per_gpu"] == pytest.approx(4 * 4096 / step["step_seconds"])
+    assert max(span.end for span in recorded.iterations[1]) <= step["step_seconds"]
+    assert step["memory_bytes"][0]["total"] < step["usable_bytes"]
+    assert [(one["op"], one["values"]) for one in report["communication"]] == [
+        (op, report["stages"][0]["parameters"]) for op in ("reduce_scatter", "all_gather")
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--predicted-trace", "x.json"),
+        ("--global-batch-size", 8),
+        ("--trace", "x.json"),
+        ("--html", "x", "--json"),
+    ],
+)
+def test_options_that_need_others_say_so(argv, run, schedule, llama):
+    status, _, err = run("show", "--model-schedule", schedule, "--hf-model", llama, *argv)
+    assert (status, argv[0] in err) == (2, True)
+
+
 def test_records_are_saved(run, schedule, llama, tmp_path):
     path = tmp_path / "records.json"
     assert run("show", "--model-schedule", schedule, "--hf-model", llama, "--records", path)[0] == 0
@@ -136,6 +174,7 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
     ("argv", "words"),
     [
         (["--tp", "0"], "tensor_model_parallel_size is 0"),
+        (["--gpu", "h100"], "--gpu h100: known are a100-80gb"),
         (["--vp", "2"], "need pipeline_model_parallel_size"),
         (["--hf-override", "nonsense=1"], "no field 'nonsense'"),
         (["--html", "absent/page.html"], "--html absent/page.html: it can't be written: No such file"),

@@ -118,3 +118,11 @@ def test_details_of_a_span(script):
         "250.0 ms to 350.0 ms, takes 100.0 ms",
     ]
     assert script("Timeline.describe(data, lanes[0], 1)", data)[0] == "pp 1, measured: send forward"
+
+
+@pytest.mark.parametrize(("pp", "microbatches", "shown"), [(2, 64, 8.0), (2, 2, None), (1, 64, None)])
+def test_a_long_pipeline_opens_at_its_warm_up(script, pp, microbatches, shown):
+    """The first backward of the first rank begins after a forward of each, and the last rank's backward."""
+    data = timeline_data(simulate([[Chunk(1.0, 2.0)]] * pp, microbatches), [], "s")
+    found = script("Timeline.warmUp(data, lanes, data.end / data.tick)", data) * data["tick"]
+    assert found == pytest.approx(shown or data["end"])

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from megasched.cli.page.volumes import Volume, describe_volumes
 from megasched.cli.show.report import inspect_schedule
+from megasched.cli.show.step import StepOptions
+from megasched.cli.show.volumes import Volume, describe_volumes
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import ParallelDims
+from megasched.planner.measure.parameter_counts import ParameterCounts
+from megasched.planner.memory import stages_of, static_bytes
+from megasched.planner.plan import _opened_sessions
+from megasched.planner.predict import StepFlags
 from tests import tiny
 
 TOKENS = 16
@@ -60,8 +66,51 @@ def test_gradients_of_the_largest_rank(inspect):
     report = replace(report, layout=replace(report.layout, data_parallel_size=4))
     (reduced,) = [volume for volume in describe_volumes(report) if volume.group == "DP"]
     assert reduced.values == max(stage.parameters for stage in report.stages)
-    assert (reduced.times, reduced.phase) == (1, "step")
+    assert (reduced.op, reduced.times, reduced.phase) == ("all_reduce", 1, "step")
     assert reduced.bytes == 4 * reduced.values
+
+
+def test_a_distributed_optimizer_scatters_gradients_and_gathers_parameters(inspect):
+    flags = StepFlags(use_distributed_optimizer=True, grad_reduce_in_bf16=True)
+    report = inspect(step=StepOptions(flags))
+    report = replace(report, layout=replace(report.layout, data_parallel_size=4))
+    values = report.stages[0].parameters
+    assert describe_volumes(report) == [
+        Volume("DP", "gradients of the largest pipeline rank", "reduce_scatter", "step", 1, values, 2),
+        Volume("DP", "parameters of the largest pipeline rank", "all_gather", "step", 1, values, 2),
+    ]
+
+
+def test_mixtures_send_pairs_to_experts_and_back(tmp_path):
+    """Two of each token: hidden states there and back, and a weight each, through every layer."""
+    config = tiny.config("mixtral")
+    tiny.save("mixtral", tmp_path)
+    layout = ParallelDims(expert_model_parallel_size=2, data_parallel_size=2, micro_batch_size=3)
+    report = inspect_schedule("auto", str(tmp_path), layout, sequence_length=TOKENS)
+    pairs, layers = 3 * TOKENS * config.num_experts_per_tok, config.num_hidden_layers
+    sent = [volume for volume in describe_volumes(report) if volume.group == "EP"]
+    assert [(v.op, v.phase, v.times, v.values, v.value_bytes) for v in sent] == [
+        ("all_to_all", phase, times, values, 2)
+        for phase in ("forward", "backward")
+        for times, values in ((2 * layers, pairs * config.hidden_size), (layers, pairs))
+    ]
+
+
+@pytest.mark.parametrize(("family", "ep", "pp"), [("gemma3", 1, 1), ("gemma3", 1, 2), ("mixtral", 2, 1)])
+def test_gradients_are_those_that_a_plan_counts(tmp_path, family, ep, pp):
+    """Of a tower that no token reaches there are none; of experts, those of a rank."""
+    small_config(family).save_pretrained(tmp_path)
+    layout = ParallelDims(
+        expert_model_parallel_size=ep, pipeline_model_parallel_size=pp, data_parallel_size=2 * ep
+    )
+    session = _opened_sessions(str(tmp_path), "auto", TOKENS, (), False)(layout)
+    stages = stages_of(session, layout, TOKENS)
+    counts = [ParameterCounts(session).held(stages[rank::pp]) for rank in range(pp)]
+    planned = [static_bytes(one, layout, torch.bfloat16, torch.float32, sharded=True)[1] for one in counts]
+    report = inspect_schedule("auto", str(tmp_path), layout, sequence_length=TOKENS)
+    sent = [volume for volume in describe_volumes(report) if "gradients" in volume.what]
+    assert sum(volume.bytes for volume in sent) == max(planned)
+    assert sum(stage.state_bytes[1] for stage in report.stages) == sum(planned)
 
 
 def test_gradients_are_summed_over_replicas_of_what_is_trained(inspect, tmp_path):
@@ -73,7 +122,7 @@ def test_gradients_are_summed_over_replicas_of_what_is_trained(inspect, tmp_path
     for replicas, wanted in ((2, ["gradients"]), (4, ["gradients", "gradients of experts"])):
         layout = ParallelDims(expert_model_parallel_size=2, data_parallel_size=replicas)
         report = inspect_schedule("auto", str(tmp_path), layout)
-        found = describe_volumes(report)
+        found = [volume for volume in describe_volumes(report) if volume.group == "DP"]
         assert [volume.what for volume in found] == [f"{what} of the largest pipeline rank" for what in wanted]
         assert sum(volume.values for volume in found) == sum(
             stage.parameters if len(wanted) > 1 else stage.gradients for stage in report.stages

@@ -43,7 +43,7 @@ def test_planted_seconds_give_the_planted_link(name, span, ranks):
 def test_what_is_exchanged_takes_as_long_as_both_operations():
     """A rank sends the parts of all others but its own, twice: (n - 1) parts a message."""
     sent = 2 * 3 * LARGE
-    assert seconds(TRUTH, LARGE, 4, 8) == pytest.approx(TRUTH.node.seconds(sent, calls=2))
+    assert seconds(TRUTH, LARGE, 4, 8) == pytest.approx(2 * TRUTH.node.seconds(sent / 2))
 
 
 def test_noise_makes_no_latency_below_nothing():
@@ -110,7 +110,7 @@ def _count():
         return 1.0 / len(works)  # the tiny message is the second
 
     measure_links(H100, _world(2), CPU, count, SIZES)
-    return [sorted((name, size) for (name, _, _), size in work.sent.items()) for work in works]
+    return [sorted((one.operation, one.bytes) for one in work.sent.elements()) for work in works]
 
 
 def _slowest():
@@ -138,7 +138,7 @@ def test_what_is_timed_is_what_a_plan_counts(ranks):
     """The same bytes of the same operations, by the counter of plans."""
     wanted = [[(name, 2 * part) for name in ("allgather_base", "reduce_scatter_base")] for part in SIZES.message]
     for work, part in zip(wanted, SIZES.message, strict=True):
-        assert sorted((name, size) for (name, _, _), size in exchanged(part, 2).sent.items()) == work
+        assert sorted((one.operation, one.bytes) for one in exchanged(part, 2).sent.elements()) == work
     counted = ranks.run(2, _count)[0]
     assert [[size for _, size in work] for work in counted] == [[size for _, size in work] for work in wanted]
 

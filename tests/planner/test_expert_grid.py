@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from megatron.core.parallel_state import RankGenerator
 from transformers import Qwen3MoeConfig
 
 from megasched.language.parallel_dims import Fp8, ParallelDims
+from megasched.planner.groups import groups_of
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure.parameter_counts import Count, ParameterCounts
 from megasched.planner.search import Job, _groups, _layouts
-from megasched.planner.step_time import _gradients, groups_of
+from megasched.planner.step_time import _exposed_seconds
 from megasched.trainer.session import open_session
 from megasched.trainer.stages.stage import Stage
 from tests.planner.configs import config_of
@@ -96,17 +98,25 @@ def test_neighbours_that_hold_all_experts_are_in_one_node():
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_the_same():
     layout = ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=8)
-    groups = groups_of(layout)
-    size = 10**9
-    dense, experts = (_gradients([], H100, count, groups, 4) for count in (Count(dense=size), Count(experts=size)))
+    size, dtypes = 10**9, (torch.bfloat16, torch.float32)
+    dense, experts = (
+        _exposed_seconds([], H100, count, layout, dtypes, sharded=True)
+        for count in (Count(dense=size), Count(experts=size))
+    )
     sent = size * (4 + 2)  # gradients in float32, parameters in 16 bits
     link = H100.network  # 16 ranks
     assert dense == pytest.approx(link.seconds(sent * 7 / 8), rel=1e-3)  # DP 8
     assert experts == pytest.approx(link.seconds(sent * 1 / 2), rel=1e-3)  # TP 2 x DP 8 / EP 8
-    everywhere = groups_of(
-        ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=4)
-    )
-    assert _gradients([], H100, Count(experts=size), everywhere, 4) == 0.0
+    everywhere = ParallelDims(tensor_model_parallel_size=2, expert_model_parallel_size=8, data_parallel_size=4)
+    assert _exposed_seconds([], H100, Count(experts=size), everywhere, dtypes, sharded=True) == 0.0
+
+
+def test_without_a_distributed_optimizer_gradients_are_summed_on_every_rank():
+    """Twice what a rank sends of them, and no parameters are gathered."""
+    layout, dtypes = ParallelDims(data_parallel_size=16), (torch.bfloat16, torch.float32)
+    count = Count(dense=10**9)
+    found = [_exposed_seconds([], H100, count, layout, dtypes, sharded=sharded) for sharded in (False, True)]
+    assert found[0] / found[1] == pytest.approx(2 * 4 / (4 + 2), rel=1e-3)
 
 
 @pytest.mark.parametrize("ep", [1, 2])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megasched.errors import ConfigError
 from megasched.planner.hardware.hardware import Group, Hardware, Link, known_hardware, load_hardware
-from megasched.planner.measure.work import Product, Work
+from megasched.planner.measure.work import Product, Sent, Work
 
 NODE, NETWORK = Link(100.0, 1.0, 0.0), Link(10.0, 1.0, 0.0)
 GPU = Hardware(
@@ -81,7 +81,7 @@ def test_attention_traffic_and_starts_have_speeds_of_their_own():
 def sent(behind=False):
     work = Work()
     for operation in ("allreduce", "allgather_base"):
-        work.sent[operation, "G", behind], work.calls[operation, "G", behind] = 800, 1
+        work.sent[Sent(operation, "G", behind, 400, 2)] = 1
     return work
 
 

@@ -14,6 +14,7 @@ from megasched.trainer.session import open_session
 from megasched.trainer.stages.stage import Stage
 from tests.parity.cases import spread
 from tests.planner.configs import config_of
+from tests.planner.sent import sent_bytes
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH = 256, 704, 8, 4, 32
 BATCH, LENGTH = 1, 512
@@ -93,14 +94,14 @@ def test_8_bits_are_gathered_where_it_is_fused(folder):
     """Half as much before qkv and before the MLP; what goes back is in 16 bits."""
     key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False)
     sizes = [measured(folder, tensor_model_parallel_size=2, fp8=fp8) for fp8 in (TENSORWISE, None)]
-    eight, sixteen = (found.forward_work.sent[key] for found in sizes)
+    eight, sixteen = (sent_bytes(found.forward_work)[key] for found in sizes)
     assert eight == 2 * BATCH * LENGTH * HIDDEN
     assert sixteen == 2 * eight
 
 
 def test_gradients_of_columns_are_sent_behind_products(folder, tmp_path):
     found = measured(folder, schedule_at("block", tmp_path), tensor_model_parallel_size=2)
-    behind = {key[0]: size for key, size in found.backward_work.sent.items() if key[2]}
+    behind = {key[0]: size for key, size in sent_bytes(found.backward_work).items() if key[2]}
     assert behind == dict.fromkeys(("allgather_base", "reduce_scatter_base"), 2 * BATCH * LENGTH * HIDDEN * 2)
 
 
@@ -111,7 +112,7 @@ def test_context_parallelism_halves_attention_and_keeps_no_keys_of_others(folder
     assert part.forward_work.attention == whole.forward_work.attention / 2
     assert part.backward_work.attention == whole.backward_work.attention / 2
     assert part.layer == pytest.approx(whole.layer / 2, rel=0.02)
-    assert part.forward_work.sent["allgather_base", "CONTEXT_PARALLEL_GROUP", True] > 0
+    assert sent_bytes(part.forward_work)["allgather_base", "CONTEXT_PARALLEL_GROUP", True] > 0
 
 
 @pytest.mark.parametrize(("level", "fp8"), spread(["fused", "parts", "block"], [None, TENSORWISE]))
@@ -196,7 +197,7 @@ def test_megatrons_mixture_computes_as_much_as_hfs(mixture, tmp_path, ep, on_gpu
     assert block.backward_work.flops == fused.backward_work.flops
     pairs = 2 * BATCH * LENGTH
     there_and_back = {("alltoall_base", "EXPERT_MODEL_PARALLEL_GROUP", False): pairs * (2 * HIDDEN + 1) * 2}
-    assert dict(block.forward_work.sent) == (there_and_back if ep > 1 else {})
+    assert dict(sent_bytes(block.forward_work)) == (there_and_back if ep > 1 else {})
 
 
 def test_under_sequence_parallelism_a_mixture_computes_each_token_once(mixture, tmp_path):

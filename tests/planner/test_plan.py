@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli.main import main
 from megasched.cli.search.plan import print_plan
+from megasched.cli.show.report import inspect_schedule
+from megasched.cli.show.step import StepOptions
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
@@ -20,6 +22,7 @@ from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure import probe
 from megasched.planner.memory import ERROR, stages_of
 from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
+from megasched.planner.predict import StepFlags
 from megasched.planner.search import Job, _of_group
 from megasched.printing.shell_command import program
 from megasched.trainer.session import open_session
@@ -140,6 +143,20 @@ def test_no_more_is_recomputed_than_must_be(planned):
         assert 1 <= one.recompute_num_layers < layers
         saved = (plain.fullest.total - one.fullest.total) / one.recompute_num_layers
         assert one.fullest.total + 1.5 * saved > planned[0].job.hardware.usable_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_show_predicts_what_was_planned(planned, model, recompute):
+    """With the flags that the plan prints: memory of each rank, seconds, tokens."""
+    report = planned[0] if recompute else planned[1]
+    found = [one for one in report.fitting if (one.recompute_num_layers is not None) == recompute]
+    one = next(one for one in found if one.layout.world_size == GPUS)
+    flags = StepFlags(one.recompute_granularity, one.recompute_num_layers, use_distributed_optimizer=True)
+    options = StepOptions(flags, report.job.hardware, one.microbatches, wanted=True)
+    step = inspect_schedule("auto", model, one.layout, sequence_length=SEQUENCE, step=options).step
+    assert step.prediction.memory == one.memory
+    assert step.prediction.time.parts == pytest.approx(one.time.parts)
+    assert step.tokens_per_second == pytest.approx(report.tokens_per_second(one))
 
 
 def test_nothing_of_the_search_is_left(planned):

@@ -9,7 +9,7 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import Measurements
-from megasched.planner.measure.work import CountWork, Product
+from megasched.planner.measure.work import CountWork, Product, Sent
 from megasched.planner.step_time import chunk_work
 from megasched.trainer.session import open_session
 from megasched.trainer.stages.stage import Stage
@@ -59,9 +59,8 @@ def test_the_work_of_a_stage_is_the_definitions_by_ranks(tmp_path):
     assert forward.flops - forward.attention == tokens * weights
     assert backward.flops - backward.attention == 2 * tokens * weights
     assert forward.attention == layers * 2 * batch * 4 * length * (length + 1) / 2 * 64
-    key = ("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False)
-    assert forward.calls[key] == 2 * layers + 1  # before attention, before the MLP; joined after the last layer
-    assert forward.sent[key] == (2 * layers + 1) * tokens * hidden * 4
+    gathered = Sent("allgather_base", "TENSOR_MODEL_PARALLEL_GROUP", False, tokens * hidden, 4)
+    assert forward.sent[gathered] == 2 * layers + 1  # before attention and the MLP; joined after the last
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,21 @@ def test_what_is_written_is_read(tmp_path_factory, data):
     assert not read
 
 
+def test_perfetto_finds_what_it_needs():
+    """A complete event has ts and dur in microseconds; processes and threads have names."""
+    step = [Span(3, "forward", 0, 0, 0.5, 0.75), Span(3, "optimizer", None, None, 1.0, 1.25, "Adam")]
+    found = json.loads("".join(trace_pieces([(3, RankCoordinates(1, 0, 1), {7: step})], ABOUT)))
+    named = {event["name"]: event for event in found["traceEvents"] if event["ph"] == "M"}
+    assert named["process_name"]["args"] == {"name": "rank 3: pp 1, tp 0, dp 1"}
+    assert named["thread_name"]["args"] == {"name": "step"}
+    complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in complete] == [
+        ("forward 0", 5e5, 2.5e5),
+        ("Adam", 1e6, 2.5e5),
+    ]
+    assert {(event["pid"], event["tid"]) for event in found["traceEvents"]} == {(3, 0)}
+
+
 def event(**changes):
     values = {"ph": "X", "name": "x", "cat": "forward", "pid": 0, "tid": 0, "ts": 1.0, "dur": 1.0}
     return {**values, "args": {"iteration": 1, "microbatch": 0, "chunk": 0}, **changes}

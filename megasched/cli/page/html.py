@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasched.cli.output import format_bytes, format_count
+from megasched.cli.page.figures import figures
 from megasched.cli.page.page import Page, timeline_data
 from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import classes, lines, places
 from megasched.cli.show.report import AUTO, ShowReport
+from megasched.cli.show.volumes import LEGEND
 from megasched.errors import ConfigError
 from megasched.files import write_whole
+from megasched.planner.memory import FILLED
 from megasched.planner.pipeline import in_flight
 from megasched.trace.timeline import Span
 
 TEMPLATE = "page.html.jinja"
+PARTS = ("parameters", "gradients", "optimizer", "held", "activations")
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,14 @@ def render(page: Page) -> str:
         report=page.report,
         tree=module_tree(page.report),
         grid=_grid(page),
-        bars=list(_memory_bars(page) if page.memory else _parameter_bars(page)),
+        figures=figures(page),
+        bars=list(_memory_bars(page)),
+        parts=PARTS,
+        limit=_limit_share(page),
+        stage_bars=_stage_bars(page),
         busy=list(_busy(page)),
         places=places,
+        legend=LEGEND,
         # Jinja's own tojson sorts and escapes for HTML; a script element ends at "</", and at nothing else.
         timeline=_script_safe(timeline_data(page.predicted, page.measured, page.unit)),
     )
@@ -101,21 +110,56 @@ def _grid(page: Page) -> list[list[Any]]:
     return [[found[rank, chunk] for chunk in range(layout.vpp)] for rank in range(layout.pp)]
 
 
+def _of_ranks(page: Page) -> list[dict[str, int]]:
+    """Returns for each pipeline rank its bytes by part; without a prediction those that only the state takes."""
+    step = page.report.step
+    if step.prediction is not None:
+        return [asdict(memory) for memory in step.prediction.memory]
+    ranks = [[stage.state_bytes for stage in stages] for stages in _grid(page)]
+    return [dict(zip(PARTS, map(sum, zip(*stages, strict=True)), strict=False)) for stages in ranks]
+
+
+def _longest(page: Page) -> float:
+    """Returns the bytes that a bar of full length stands for: a GPU's memory, where that is known."""
+    hardware = page.report.step.hardware
+    return max([hardware.usable_bytes if hardware else 1.0, *(sum(one.values()) for one in _of_ranks(page))])
+
+
+def _limit_share(page: Page) -> float | None:
+    """Returns where on the bars a GPU's memory for tensors ends, in percent; None where no hardware is named."""
+    hardware = page.report.step.hardware
+    return 100 * hardware.usable_bytes / _longest(page) if hardware else None
+
+
 def _memory_bars(page: Page) -> Iterator[Bar]:
-    return _bars([f"pp {rank}" for rank in range(len(page.memory))], page.memory, format_bytes)
+    longest = _longest(page)
+    for rank, parts in enumerate(_of_ranks(page)):
+        yield _bar(f"pp {rank}", parts, longest)
 
 
-def _parameter_bars(page: Page) -> Iterator[Bar]:
-    grid = _grid(page)
-    parts = [{f"chunk {stage.vp_stage}": stage.parameters for stage in stages} for stages in grid]
-    return _bars([f"pp {rank}" for rank in range(len(grid))], parts, format_count)
+def _stage_bars(page: Page) -> dict[int, Bar]:
+    """Returns for each stage its bytes: its state, and activations of all micro-batches that are alive at once."""
+    report = page.report
+    prediction, layout = report.step.prediction, report.layout
+    parts: dict[int, dict[str, int]] = {}
+    for stage in report.stages:
+        parts[stage.stage] = dict(zip(PARTS, stage.state_bytes, strict=False))
+        if prediction is not None:
+            alive = in_flight(stage.pp_rank, layout.pp, layout.vpp, _played(report))
+            most = max(count[stage.vp_stage] for count in alive)
+            parts[stage.stage]["activations"] = most * prediction.kept[stage.stage]
+    longest = max(sum(values.values()) for values in parts.values()) or 1
+    return {number: _bar(f"stage {number}", values, longest) for number, values in parts.items()}
 
 
-def _bars(names: Sequence[str], parts: Sequence[Mapping[str, int]], format_value: Any) -> Iterator[Bar]:
-    longest = max((sum(values.values()) for values in parts), default=0) or 1
-    for name, values in zip(names, parts, strict=True):
-        shares = [(part, format_value(value), 100 * value / longest) for part, value in values.items()]
-        yield Bar(name, format_value(sum(values.values())), shares)
+def _played(report: ShowReport) -> int:
+    """Returns so many micro-batches as a pipeline is full with, or those of the step if they are fewer."""
+    return min(report.step.microbatches, FILLED * report.layout.pp)
+
+
+def _bar(name: str, parts: Mapping[str, int], longest: float) -> Bar:
+    shares = [(part, format_bytes(value), 100 * value / longest) for part, value in parts.items() if value]
+    return Bar(name, format_bytes(sum(parts.values())), shares)
 
 
 def _busy(page: Page) -> Iterator[Busy]:
@@ -124,7 +168,7 @@ def _busy(page: Page) -> Iterator[Busy]:
         end = max((span.end for span in spans), default=0.0) or 1.0
         for rank in range(layout.pp) if spans else ():
             own = [span for span in spans if span.rank == rank and span.kind in ("forward", "backward")]
-            alive = max(map(sum, in_flight(rank, layout.pp, layout.vpp, page.microbatches)))
+            alive = max(map(sum, in_flight(rank, layout.pp, layout.vpp, page.report.step.microbatches)))
             yield Busy(
                 rank,
                 source,

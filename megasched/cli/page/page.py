@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from megasched.cli.page.volumes import Volume, describe_volumes
+from megasched.cli.page.recorded import RecordedStep
 from megasched.cli.show.report import ShowReport
-from megasched.errors import ConfigError
-from megasched.language.parallel_dims import ParallelDims
+from megasched.cli.show.volumes import Volume, describe_volumes
 from megasched.planner.pipeline import Chunk, simulate
-from megasched.trace.chrome_trace import KINDS, Trace, read_trace
+from megasched.trace.chrome_trace import KINDS
 from megasched.trace.timeline import Span
 
-# Of a pipeline rank in one step, where nobody says how many: enough to see the steady state.
-MICROBATCHES_A_RANK = 4
 BACKWARD_FORWARDS = 2.0  # a backward costs as much as two forwards
 TICKS = 10**8  # of the longest step; the page shows no more than some 1,000 pixels of them
 
@@ -27,9 +23,7 @@ class Page:
 
     Attributes:
         report: the report that `megasched show` prints.
-        microbatches: number of micro-batches in a step.
         volumes: amounts that ranks send to each other.
-        memory: for each pipeline rank, bytes by part; empty where they were not predicted.
         predicted: spans of a predicted step, by pipeline rank.
         measured: spans of a recorded step, by pipeline rank; empty without a trace.
         unit: unit of the times: ``s``, or empty where they are relative.
@@ -37,51 +31,25 @@ class Page:
     """
 
     report: ShowReport
-    microbatches: int
     volumes: list[Volume]
-    memory: list[Mapping[str, int]]
     predicted: list[Span]
     measured: list[Span]
     unit: str
     notes: list[str]
 
 
-def build_page(
-    report: ShowReport,
-    *,
-    global_batch_size: int | None = None,
-    memory: Sequence[Mapping[str, int]] = (),
-    predicted: Sequence[Span] = (),
-    trace: Path | None = None,
-) -> Page:
-    """Collects what a report, the planner and a trace tell of a step.
-
-    Args:
-        global_batch_size: sequences in a step; by default those of the trace, or a few for each pipeline rank.
-        memory: for each pipeline rank, bytes by part.
-        predicted: spans of a step in seconds, by pipeline rank; by default they are computed from the FLOPs of the
-            stages, and are relative unless a trace gives their scale.
-        trace: file of ``--megasched-trace``, of a run at this layout.
-
-    Raises:
-        ConfigError: the batch does not fit the layout or trace, or the trace is unreadable or of another layout.
-    """
-    microbatches = None if global_batch_size is None else _microbatches(report.layout, global_batch_size)
-    notes: list[str] = []
+def build_page(report: ShowReport, recorded: RecordedStep | None = None) -> Page:
+    """Collects what a report with its step, and a recorded run, tell of that step."""
+    step, notes = report.step, []
     measured: list[Span] = []
-    if trace is not None:
-        measured, recorded, note = _measured(read_trace(trace), trace, report.layout)
-        if microbatches not in (None, recorded):
-            raise ConfigError(
-                f"--trace {trace}: its steps have {recorded} micro-batches, those of --global-batch-size "
-                f"{global_batch_size} have {microbatches}; leave that out to take the trace's"
-            )
-        microbatches = recorded
-        notes.append(note)
-    microbatches = microbatches or MICROBATCHES_A_RANK * report.layout.pp
-    spans, unit = list(predicted), "s"
-    if not spans:
-        spans, unit = predict_from_flops(report, microbatches), ""
+    if recorded is not None:
+        measured = recorded.spans
+        notes.append(recorded.note)
+    time = step.prediction.time if step.prediction else None
+    if time is not None:
+        spans, unit = simulate(time.chunks, step.microbatches), "s"
+    else:
+        spans, unit = predict_from_flops(report), ""
         made = "The predicted step is made from the stages' shares of the FLOPs, a backward as two forwards, "
         made += "without communication: "
         if measured:
@@ -89,10 +57,10 @@ def build_page(
             notes.append(f"{made}scaled so that all its work takes as long as the measured work.")
         else:
             notes.append(f"{made}times are relative, 1 is the forward of an average chunk.")
-    return Page(report, microbatches, describe_volumes(report), list(memory), spans, measured, unit, notes)
+    return Page(report, describe_volumes(report), spans, measured, unit, notes)
 
 
-def predict_from_flops(report: ShowReport, microbatches: int) -> list[Span]:
+def predict_from_flops(report: ShowReport) -> list[Span]:
     """Returns a step of the report's layout, made from its stages' FLOPs; 1 is the forward of an average chunk."""
     layout = report.layout
     shares = {(stage.pp_rank, stage.vp_stage): stage.flops_share * len(report.stages) for stage in report.stages}
@@ -100,41 +68,7 @@ def predict_from_flops(report: ShowReport, microbatches: int) -> list[Span]:
         [Chunk(shares[rank, chunk], BACKWARD_FORWARDS * shares[rank, chunk]) for chunk in range(layout.vpp)]
         for rank in range(layout.pp)
     ]
-    return simulate(chunks, microbatches)
-
-
-def _microbatches(layout: ParallelDims, global_batch_size: int) -> int:
-    at_once = layout.micro_batch_size * layout.data_parallel_size
-    count, rest = divmod(global_batch_size, at_once)
-    if rest or count < 1:
-        raise ConfigError(
-            f"--global-batch-size {global_batch_size} is no multiple of {at_once}: micro-batches of "
-            f"{layout.micro_batch_size} on {layout.data_parallel_size} DP ranks"
-        )
-    if layout.vpp > 1 and count % layout.pp:
-        raise ConfigError(
-            f"--global-batch-size {global_batch_size} makes {count} micro-batches: interleaving (VPP) needs a "
-            f"multiple of PP {layout.pp}"
-        )
-    return count
-
-
-def _measured(trace: Trace, path: Path, layout: ParallelDims) -> tuple[list[Span], int, str]:
-    """Returns the spans of the last recorded step by pipeline rank, its number of micro-batches, and a note."""
-    pipeline = {rank: p.pp for rank, p in trace.places.items() if (p.tp, p.dp, p.cp) == (0, 0, 0)}
-    iteration = max(trace.iterations)
-    spans = [replace(s, rank=pipeline[s.rank]) for s in trace.iterations[iteration] if s.rank in pipeline]
-    work = [span for span in spans if span.microbatch is not None and span.chunk is not None]
-    found = (len({span.rank for span in work}), 1 + max((span.chunk or 0 for span in work), default=-1))
-    if found != (layout.pp, layout.vpp):
-        raise ConfigError(
-            f"--trace {path}: its ranks with tp 0 and dp 0 are of PP {found[0]} and VPP {found[1]}, and this "
-            f"layout has PP {layout.pp} and VPP {layout.vpp}"
-        )
-    microbatches = 1 + max(span.microbatch or 0 for span in work)
-    note = f"Measured is iteration {iteration} of {path.name}, on the ranks with tp 0 and dp 0"
-    note += f"; their clocks may differ by {1e3 * trace.clock_error:.3f} ms." if layout.pp > 1 else "."
-    return sorted(spans, key=lambda span: (span.rank, span.start)), microbatches, note
+    return simulate(chunks, report.step.microbatches)
 
 
 def _as_much_work(predicted: Sequence[Span], measured: Sequence[Span]) -> list[Span]:

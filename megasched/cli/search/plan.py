@@ -6,7 +6,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megasched.cli.output import print_found
+from megasched.cli.output import format_seconds, print_found
 from megasched.cli.page.html import write_page
 from megasched.cli.page.page import build_page
 from megasched.cli.show.report import inspect_schedule
+from megasched.cli.show.step import StepOptions
 from megasched.json_output import json_only
 from megasched.planner.hardware.hardware import GIB
 from megasched.planner.memory import ERROR, RankMemory
-from megasched.planner.pipeline import simulate
 from megasched.planner.plan import PlanReport, plan, run_words, slurm_words
+from megasched.planner.predict import StepFlags
 from megasched.planner.search import Candidate
 
 # Before the memory of a layout that may not fit after all.
@@ -53,25 +54,25 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
 
 
 def _write_page(report: PlanReport, path: Path, options: Mapping[str, Any]) -> None:
-    """Writes the page of the fastest layout, with its predicted memory and its step in seconds."""
-    best = report.fitting[0]
-    assert best.time is not None
+    """Writes the page of the fastest layout."""
+    best, job = report.fitting[0], report.job
+    flags = StepFlags(
+        best.recompute_granularity,
+        best.recompute_num_layers,
+        use_distributed_optimizer=True,
+        grad_reduce_in_bf16=options["grad_reduce_in_bf16"],
+    )
     shown = inspect_schedule(
         report.schedule,
         report.hf_model,
         best.layout,
-        sequence_length=report.job.sequence_length,
+        sequence_length=job.sequence_length,
         overrides=options["overrides"] or (),
         trust_remote_code=options["trust_remote_code"],
         adapter=options["adapter"],
+        step=StepOptions(flags, job.hardware, best.microbatches, wanted=True),
     )
-    page = build_page(
-        shown,
-        global_batch_size=report.job.global_batch_size,
-        memory=[asdict(memory) for memory in best.memory],
-        predicted=simulate(best.time.chunks, best.microbatches),
-    )
-    write_page(page, path)
+    write_page(build_page(shown), path)
 
 
 def print_plan(report: PlanReport, console: Console, top: int) -> None:
@@ -122,7 +123,7 @@ def _row(report: PlanReport, candidate: Candidate) -> list[str]:
         str(candidate.layout.micro_batch_size),
         _recompute(candidate),
         f"{TIGHT if report.is_tight(candidate) else ''}{candidate.fullest.total / GIB:.2f}",
-        f"{time.total:.2f} s" if time.total >= 1 else f"{1e3 * time.total:.2f} ms",
+        format_seconds(time.total),
         f"{report.tokens_per_second(candidate):,.0f}",
         f"{time.waiting / time.total:.0%}",
         f"{(time.sending + time.gradients) / time.total:.0%}",

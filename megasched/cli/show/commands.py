@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -57,10 +57,32 @@ Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page with all of it and a step in time instead.")
 ]
 GlobalBatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Sequences in a step; for --html.", show_default=False)
+    int | None, typer.Option(min=1, help="Sequences in a step; for --html and --gpu.", show_default=False)
 ]
+Gpu = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="Predict a step there: a known type, or a TOML file.")
+]
+DistributedOptimizer = Annotated[
+    bool, typer.Option("--use-distributed-optimizer", help="Shard the optimizer's state over DP and CP.")
+]
+GradReduceInBf16 = Annotated[
+    bool, typer.Option("--grad-reduce-in-bf16", help="Gradients are summed and sent in bf16.")
+]
+TpCommOverlap = Annotated[
+    bool, typer.Option("--tp-comm-overlap", help="What Megatron's layers send over TP overlaps with products.")
+]
+RecomputeGranularity = Annotated[
+    Literal["full", "selective"] | None, typer.Option(help="What a run computes again; for --html and --gpu.")
+]
+RecomputeMethod = Annotated[
+    Literal["uniform", "block"] | None, typer.Option(help="All layers, or the first ones of each stage.")
+]
+RecomputeNumLayers = Annotated[int | None, typer.Option(min=1, help="With block: how many.", show_default=False)]
 TraceFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Lay a run's --megasched-trace over it; with --html.")
+]
+PredictedTrace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the predicted step as a trace for Perfetto; with --gpu.")
 ]
 
 
@@ -101,40 +123,62 @@ def show(
     diff: Diff = None,
     records: Records = None,
     html: Html = None,
+    gpu: Gpu = None,
     global_batch_size: GlobalBatchSize = None,
+    use_distributed_optimizer: DistributedOptimizer = False,
+    grad_reduce_in_bf16: GradReduceInBf16 = False,
+    tp_comm_overlap: TpCommOverlap = False,
+    recompute_granularity: RecomputeGranularity = None,
+    recompute_method: RecomputeMethod = None,
+    recompute_num_layers: RecomputeNumLayers = None,
     trace: TraceFile = None,
+    predicted_trace: PredictedTrace = None,
 ) -> None:
     """Print what a schedule does to a model.
 
     No GPU, no process group and no weights are needed.
     """
-    if html is None and (trace is not None or global_batch_size is not None):
-        raise typer.BadParameter("--trace and --global-batch-size are for --html")
-    if html is not None and (as_json or diff is not None):
-        raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
+    if gpu is None and predicted_trace is not None:
+        raise typer.BadParameter("--predicted-trace is for --gpu: without it times have no unit")
+    _refuse_mixed(html, gpu, global_batch_size, trace, apart=as_json or diff is not None)
     check_named(hf_model, schedule, diff, adapter=adapter)
     fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
-    layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, micro_batch_size=micro_batch_size, fp8=fp8)
+    more = {"micro_batch_size": micro_batch_size, "fp8": fp8, "tp_comm_overlap": tp_comm_overlap}
+    layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, **more)
     with quiet_imports():
-        from megasched.cli.show.report_view import show_schedule
+        from megasched.cli.show.report_view import StepFlags, show_schedule
 
+    asked: Any = {"as_json": as_json, "diff": diff, "records": records, "html": html, "trace": trace}
+    asked |= {"predicted_trace": predicted_trace, "gpu": gpu, "global_batch_size": global_batch_size}
+    asked |= {"overrides": hf_override or (), "trust_remote_code": trust_remote_code, "objective": objective}
+    count = recompute_num_layers if recompute_method == "block" else None
+    flags = StepFlags(recompute_granularity, count, use_distributed_optimizer, grad_reduce_in_bf16)
     show_schedule(
         schedule,
         hf_model,
         layout,
         sequence_length=seq_length,
-        overrides=hf_override or (),
-        trust_remote_code=trust_remote_code,
-        objective=objective,
         adapter=adapter,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        as_json=as_json,
-        diff=diff,
-        records=records,
-        html=html,
-        global_batch_size=global_batch_size,
-        trace=trace,
+        flags=flags,
+        **asked,
     )
+
+
+def _refuse_mixed(
+    html: Path | None, gpu: str | None, global_batch_size: int | None, trace: Path | None, *, apart: bool
+) -> None:
+    """Refuses options that do not go together; ``apart`` says whether --json or --diff is among them.
+
+    Raises:
+        BadParameter: there are such.
+    """
+    if html is None and trace is not None:
+        raise typer.BadParameter("--trace is for --html")
+    if html is None and gpu is None and global_batch_size is not None:
+        raise typer.BadParameter("--global-batch-size is for --html and --gpu")
+    if html is not None and apart:
+        raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
 
 
 def explain(

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from megasched.analysis.analysis_cache import USUAL_LENGTH, usual_length
 from megasched.cli.output import BYTES_16_BITS
 from megasched.cli.show.modules import CUT, ModuleReport, describe_modules
+from megasched.cli.show.step import StepOptions, StepReport, describe_step
 from megasched.definition.build import text_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.planner.measure.parameter_counts import ParameterCounts
+from megasched.planner.memory import static_bytes
+from megasched.planner.predict import StepFlags
 from megasched.trainer.evidence.compatibility import load_matrix, unchecked_options, unverified, verify_command
 from megasched.trainer.session import Session, open_session
 from megasched.trainer.session_from_args import parameter_counts
@@ -43,6 +48,7 @@ class ShowReport:
         check: the command that would check these options.
         hidden_size: width of the hidden state; None where the config does not say.
         layers: path of the list of layers.
+        step: what a step costs.
     """
 
     hf_model: str
@@ -60,16 +66,18 @@ class ShowReport:
     check: str
     hidden_size: int | None
     layers: str
+    step: StepReport
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON, with the records as text."""
-        names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records")]
+        names = [name for name in vars(self) if name not in ("layout", "modules", "stages", "records", "step")]
         return {
             **{name: getattr(self, name) for name in names},
             "layout": asdict(self.layout),
             "modules": [asdict(module) for module in self.modules],
             "stages": [asdict(stage) for stage in self.stages],
             "records": [{"call": str(record), "source": record.source} for record in self.records],
+            "step": self.step.to_dict(),
         }
 
 
@@ -84,6 +92,7 @@ def inspect_schedule(
     objective: str | None = None,
     adapter: str | None = None,
     make_vocab_size_divisible_by: int = 128,
+    step: StepOptions | None = None,
 ) -> ShowReport:
     """Plans a schedule as a run would, without process groups, devices or weights.
 
@@ -97,6 +106,7 @@ def inspect_schedule(
         objective: what ``--objective`` would say; None for a causal language model.
         adapter: what ``--adapter`` would say.
         make_vocab_size_divisible_by: Megatron's flag; vocabularies are padded to a multiple of it times TP.
+        step: what is known of a step.
 
     Raises:
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
@@ -106,14 +116,15 @@ def inspect_schedule(
     session = open_session(
         schedule, hf_model, layout, make_vocab_size_divisible_by=make_vocab_size_divisible_by, **asked
     )
-    if sequence_length is not None:
-        session.runs.length = sequence_length  # the plan has to hold for it
+    sequence_length = sequence_length or _default_length(session)
+    session.freeze_unreached(layout.micro_batch_size, sequence_length)
+    session.runs.length = sequence_length  # the plan has to hold for it
     if schedule == AUTO:
         _name_sources(session, "--model-schedule auto")
     structure = session.plan.structure
     assert structure is not None
-    sequence_length = sequence_length or _default_length(session)
-    stages = describe_stages(session, sequence_length)
+    step = step or StepOptions()
+    stages = describe_stages(session, sequence_length, step.flags)
     return ShowReport(
         hf_model,
         type(session.definition).__name__,
@@ -129,6 +140,7 @@ def inspect_schedule(
         verify_command(schedule, hf_model, layout, **asked),
         _hidden_size(session),
         structure.layers,
+        describe_step(session, step, sequence_length),
     )
 
 
@@ -168,6 +180,7 @@ class StageReport:
         cut_at: ``file:line`` of the call that ends it; empty where the layers were balanced.
         parameter_bytes: bytes of these parameters, at 16 bits each.
         gradients, expert_gradients: numbers in gradients on one rank; those of experts sharded over EP are apart.
+        state_bytes: bytes of parameters, gradients and optimizer state on one rank, as a run in bf16 holds them.
     """
 
     stage: int
@@ -182,14 +195,16 @@ class StageReport:
     parameter_bytes: int = 0
     gradients: int = 0
     expert_gradients: int = 0
+    state_bytes: tuple[int, int, int] = (0, 0, 0)
 
 
-def describe_stages(session: Session, sequence_length: int) -> list[StageReport]:
+def describe_stages(session: Session, sequence_length: int, flags: StepFlags) -> list[StageReport]:
     """Returns all stages of a session's layout; without a pipeline there is one.
 
     Args:
         session: a session with a sound plan.
         sequence_length: tokens in a sequence; attention's share of the FLOPs grows with it.
+        flags: flags of the run that decide what a rank holds.
 
     Raises:
         ScheduleError: more stages than layers, or cuts that do not fit.
@@ -201,7 +216,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
     total = sum(costs) + before + after
     cuts = {structure.index_of(r.path): r.source for r in plan.records_of(CUT)}
     counts = ParameterCounts(session)
-    found, start = [], 0
+    found, start, sharded = [], 0, flags.use_distributed_optimizer
     for number, size in enumerate(layers):
         stop, first, last = start + size, number == 0, number == len(layers) - 1
         stage = Stage(start, stop, first, last)
@@ -222,6 +237,7 @@ def describe_stages(session: Session, sequence_length: int) -> list[StageReport]
                 BYTES_16_BITS * parameters,
                 count.dense,
                 count.experts,
+                static_bytes(count, plan.layout, torch.bfloat16, flags.gradient_dtype, sharded=sharded),
             )
         )
         start = stop

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found
+from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found, report_console
 from megasched.cli.page.html import write_page
 from megasched.cli.page.page import build_page
+from megasched.cli.page.predicted_trace import write_trace
+from megasched.cli.page.recorded import recorded_step
 from megasched.cli.show.diff import compare_reports, print_diff
 from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import ModuleLines, lines, places
 from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
-from megasched.json_output import json_only
+from megasched.cli.show.step import step_line, step_options
+from megasched.cli.show.volumes import describe_volumes, volume_table
+from megasched.json_output import json_only, print_json
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import save_records
+from megasched.planner.predict import StepFlags
 from megasched.printing.tables import plain_table
 from megasched.trainer.evidence.compatibility import of_unchecked_options
 
@@ -35,8 +41,11 @@ def show_schedule(
     diff: str | None,
     records: Path | None,
     html: Path | None,
+    flags: StepFlags,
+    gpu: str | None,
     global_batch_size: int | None,
     trace: Path | None,
+    predicted_trace: Path | None,
     **options: Any,
 ) -> None:
     """Carries out ``megasched show``: plans one schedule or two, and prints or writes what was asked for.
@@ -45,24 +54,37 @@ def show_schedule(
         diff: another schedule to compare with.
         records: file to which the schedule's calls are saved.
         html: file to which a page is written.
-        global_batch_size, trace: passed to ``build_page``.
+        flags: flags of the run that decide what a step costs.
+        gpu: a known type, or a TOML file, on which it is predicted.
+        global_batch_size: sequences in a step; by default those of the trace, or a few for each pipeline rank.
+        trace: file of ``--megasched-trace``, of a run at this layout.
+        predicted_trace: file to which the predicted step is written, in the form of ``--megasched-trace``.
         options: keyword arguments of ``inspect_schedule``.
 
     Raises:
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
     with json_only(as_json):
-        report = inspect_schedule(schedule, hf_model, layout, **options)
+        recorded = None if trace is None else recorded_step(trace, layout)
+        step = step_options(layout, flags, gpu, global_batch_size, recorded)
+        step = replace(step, wanted=html is not None or gpu is not None)
+        report = inspect_schedule(schedule, hf_model, layout, step=step, **options)
         other = inspect_schedule(diff, hf_model, layout, **options) if diff is not None else None
     if records is not None:
         save_records(report.records, records)
+    if predicted_trace is not None:
+        write_trace(report, predicted_trace)
+        print(f"wrote {predicted_trace}", file=sys.stderr if as_json else sys.stdout)
     if html is not None:
-        write_page(build_page(report, global_batch_size=global_batch_size, trace=trace), html)
+        write_page(build_page(report, recorded), html)
         print(f"wrote {html}")
     elif other is not None:
         print_found(compare_reports(report, other), print_diff, as_json=as_json)
+    elif as_json:
+        sent = [volume.to_dict() for volume in describe_volumes(report)]
+        print_json({**report.to_dict(), "communication": sent})
     else:
-        print_found(report, print_report, as_json=as_json)
+        print_report(report, report_console())
 
 
 def print_report(report: ShowReport, console: Console) -> None:
@@ -79,6 +101,16 @@ def print_report(report: ShowReport, console: Console) -> None:
         console.print(_tree(report, lines))
         console.print()
         console.print(_on_one_rank(report))
+    volumes = describe_volumes(report)
+    if volumes:
+        console.print()
+        console.print(volume_table(volumes))
+        console.print(
+            Text("sent for one micro-batch, over DP for one step; --html and --json have it by module", "dim")
+        )
+    if line := step_line(report.step):
+        console.print()
+        console.print(line)
     for doubt in report.unverified:
         console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
     if report.unchecked_options:

@@ -11,7 +11,7 @@ import torch
 from megasched.errors import ConfigError
 from megasched.planner.hardware.calibrate import Sizes, Timer, believable, efficiency_for, significant
 from megasched.planner.hardware.hardware import Group, Hardware, Link
-from megasched.planner.measure.work import Work
+from megasched.planner.measure.work import Sent, Work
 
 # An operation takes this long at least, in microseconds; noise may make a fit say less.
 _LEAST_LATENCY = 0.1
@@ -103,8 +103,7 @@ def measure_links(
 
 def exchanged(part: int, ranks: int) -> Work:
     """Returns the work of an all-gather and a reduce-scatter in which each rank has a part of so many bytes."""
-    keys = [(operation, _GROUP, False) for operation in _OPERATIONS]
-    return Work(sent=Counter(dict.fromkeys(keys, part * ranks)), calls=Counter(keys))
+    return Work(sent=Counter(Sent(operation, _GROUP, False, part * ranks // 2, 2) for operation in _OPERATIONS))
 
 
 def _timed(
@@ -148,8 +147,10 @@ def fit_link(
         return changed.send_seconds(work, {_GROUP: Group(ranks, span)})[0]
 
     # Latency is in both, so what the large messages take longer is of their bytes.
-    more, longer = large[0] - tiny[0], large[1] - tiny[1]
-    efficiency = significant(efficiency_for(lambda value: seconds(more, value), longer))
+    longer = large[1] - tiny[1]
+    efficiency = significant(
+        efficiency_for(lambda value: seconds(large[0], value) - seconds(tiny[0], value), longer)
+    )
     believable(efficiency, f"efficiency of [{name}]", f"gbytes_per_s = {link.gbytes_per_s}")
-    latency = (tiny[1] - seconds(tiny[0], efficiency)) / sum(tiny[0].calls.values())
+    latency = (tiny[1] - seconds(tiny[0], efficiency)) / tiny[0].sent.total()
     return replace(link, efficiency=efficiency, latency_us=significant(max(latency * 1e6, _LEAST_LATENCY)))

@@ -42,9 +42,9 @@ class Link:
     efficiency: float
     latency_us: float
 
-    def seconds(self, sent: float, calls: float = 1.0) -> float:
-        """Returns the seconds in which each rank sends ``sent`` bytes, in ``calls`` operations."""
-        return sent / (self.gbytes_per_s * 1e9 * self.efficiency) + calls * self.latency_us * 1e-6
+    def seconds(self, sent: float) -> float:
+        """Returns the seconds of one operation in which each rank sends ``sent`` bytes."""
+        return sent / (self.gbytes_per_s * 1e9 * self.efficiency) + self.latency_us * 1e-6
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,15 @@ class Hardware:
         computed = 2.0 * padded * product.k / (self.peak(product.itemsize) * efficiency)
         return max(computed, self.traffic_seconds(product.read)) + self.traffic_seconds(product.written)
 
+    def collective_seconds(self, operation: str, size: int, group: Group) -> float:
+        """Returns the seconds of one collective operation.
+
+        Args:
+            size: bytes of the whole tensor, gathered or before it is reduced.
+        """
+        sent = _SENT.get(operation, 1.0) * size * (group.ranks - 1) / group.ranks
+        return self.link(group.span).seconds(sent)
+
     def send_seconds(self, work: Work, groups: Mapping[str, Group], overlapped: str = "") -> tuple[float, float]:
         """Returns the seconds of collective operations that stand alone, and of those that overlap with products.
 
@@ -129,14 +138,12 @@ class Hardware:
                 overlap (``--tp-comm-overlap``).
         """
         alone = behind = 0.0
-        for key, size in work.sent.items():
-            operation, name, hidden = key
-            group = groups.get(name)
+        for one, calls in work.sent.items():
+            group = groups.get(one.group)
             if group is None or group.ranks == 1:
                 continue
-            sent = _SENT.get(operation, 1.0) * size * (group.ranks - 1) / group.ranks
-            seconds = self.link(group.span).seconds(sent, work.calls[key])
-            share = 0.0 if hidden else 1 / group.ranks if name == overlapped else 1.0
+            seconds = calls * self.collective_seconds(one.operation, one.bytes, group)
+            share = 0.0 if one.behind else 1 / group.ranks if one.group == overlapped else 1.0
             alone += share * seconds
             behind += (1 - share) * seconds
         return alone, behind

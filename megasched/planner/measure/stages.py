@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -113,6 +114,19 @@ class PartlyRecomputed(Measurements):
         at_the_last = stage.last and not stage.first
         kept = at_the_last and stage.stop - stage.start > self.count
         return (self.plain if kept else self.full).end(stage)
+
+
+def measurements_of(session: Session, setting: Setting, recompute_num_layers: int | None) -> Measurements:
+    """Returns the measurements of a session in a setting; is called inside ``fake_groups``.
+
+    Args:
+        recompute_num_layers: layers of each stage that are recomputed, its first ones; None for all.
+    """
+    measured = Measurements(session, setting)
+    if recompute_num_layers is None:
+        return measured
+    plain = Measurements(session, replace(setting, recompute_granularity=None), measured)
+    return PartlyRecomputed(plain, measured, recompute_num_layers)
 
 
 def layer_kinds(model: nn.Module, plan: Plan) -> list[int]:

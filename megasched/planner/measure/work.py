@@ -49,6 +49,28 @@ class Product(NamedTuple):
         return self.batch * self.m * self.n * self.result_itemsize
 
 
+class Sent(NamedTuple):
+    """Describes a collective operation.
+
+    Attributes:
+        operation: its name in ``torch.ops.c10d``, e.g. ``allgather_base``.
+        group: what its ranks are for, as Megatron names it.
+        behind: whether it overlaps with matrix products.
+        values: number of values in the whole tensor, gathered or before it is reduced.
+        itemsize: bytes of a value.
+    """
+
+    operation: str
+    group: str
+    behind: bool
+    values: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return self.values * self.itemsize
+
+
 @dataclass
 class Work:
     """Holds the work of one pass through some modules on one rank.
@@ -58,17 +80,14 @@ class Work:
         attention: FLOPs of fused attention kernels.
         traffic: bytes that all other operations read and write.
         kernels: number of operations, without those that send.
-        sent: (operation, name of the group, behind products) -> bytes of the whole tensor, gathered or before it
-            is reduced.
-        calls: key as in ``sent`` -> how many there are.
+        sent: collective operations -> how many there are.
     """
 
     products: Counter[Product] = field(default_factory=Counter)
     attention: float = 0.0
     traffic: float = 0.0
     kernels: int = 0
-    sent: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
-    calls: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
+    sent: Counter[Sent] = field(default_factory=Counter)
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -77,18 +96,6 @@ class Work:
             self.traffic + other.traffic,
             self.kernels + other.kernels,
             self.sent + other.sent,
-            self.calls + other.calls,
-        )
-
-    def __sub__(self, other: Work) -> Work:
-        """Returns the work by which this one exceeds the other, at least 0 in each part."""
-        return Work(
-            self.products - other.products,
-            max(0.0, self.attention - other.attention),
-            max(0.0, self.traffic - other.traffic),
-            max(0, self.kernels - other.kernels),
-            self.sent - other.sent,
-            self.calls - other.calls,
         )
 
     @property
@@ -160,9 +167,10 @@ class CountWork(TorchDispatchMode):
 
     def _count_sent(self, func: Any, args: tuple[Any, ...]) -> None:
         group = next((_group_name(leaf) for leaf in args if isinstance(leaf, torch.ScriptObject)), "")
-        key = (func.overloadpacket.__name__.strip("_"), group, _behind)
-        self.work.sent[key] += max(map(_bytes, tree_leaves(args)), default=0)
-        self.work.calls[key] += 1
+        tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        largest = max(((_bytes(one), one.element_size()) for one in tensors), default=(0, 1))
+        name, itemsize = func.overloadpacket.__name__.strip("_"), largest[1]
+        self.work.sent[Sent(name, group, _behind, largest[0] // itemsize, itemsize)] += 1
 
 
 # They write nothing; what they made is counted where it is written.

@@ -4,7 +4,7 @@
   const lanes = Timeline.decode(data), whole = data.end / data.tick || 1;
   const chunks = 1 + lanes.reduce((most, lane) => { for (let i = 0; i < lane.count; i++) most = Math.max(most, Timeline.chunk(lane, i)); return most; }, 0);
   const svg = document.getElementById("lanes"), tip = document.getElementById("tip"), chart = document.getElementById("chart");
-  let view = [0, whole], drawn = null, asked = false;
+  let view = [0, Timeline.warmUp(data, lanes, whole)], drawn = null, asked = false;
 
   function element(parent, tag, attributes, text) {
     const made = document.createElementNS(SVG, tag);
@@ -54,7 +54,7 @@
     for (const { x, width: wide, i } of found.spans) {
       const chunk = Math.max(Timeline.chunk(lane, i), 0), number = Timeline.microbatch(lane, i);
       const box = { x: LABEL + x, y, width: wide - (wide > 6 ? 1 : 0), height: ROW, rx: wide > 8 ? 2 : 0 };
-      const shade = (0.55 + (0.45 * (chunk + 1)) / chunks).toFixed(3);
+      const shade = (0.7 + (0.3 * (chunk + 1)) / chunks).toFixed(3);
       element(group, "rect", { ...box, class: `span ${data.kinds[Timeline.kind(lane, i)]}`, "fill-opacity": shade });
       if (number >= 0 && wide > 7 * String(number).length + 6)
         element(group, "text", { class: "number", x: LABEL + x + wide / 2, y: y + 14 }, number);

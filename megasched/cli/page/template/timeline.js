@@ -57,6 +57,16 @@ const Timeline = (() => {
     return { spans, columns: [...columns].map(([column, shares]) => ({ x: column * BIN, width: BIN, shares })) };
   }
 
+  // Where to look first: at the warm-up of a long pipeline, which ends with the first rank's first backward, and as
+  // much after it; at the whole of anything else.
+  function warmUp(data, lanes, whole) {
+    const lane = lanes.length > 1 && lanes[0].rank !== lanes[lanes.length - 1].rank ? lanes[0] : null;
+    if (!lane) return whole;
+    for (let i = 0; i < lane.count; i++)
+      if (data.kinds[kind(lane, i)] === "backward") return 4 * lane.start[i] < whole ? 2 * lane.start[i] : whole;
+    return whole;
+  }
+
   // Round times for the axis, about so many.
   function ticks(from, to, about) {
     const rough = (to - from) / about, power = 10 ** Math.floor(Math.log10(rough));
@@ -91,5 +101,5 @@ const Timeline = (() => {
     return lines;
   }
 
-  return { decode, kind, microbatch, chunk, first, find, pieces, ticks, window: window_, time, describe };
+  return { decode, kind, microbatch, chunk, first, find, pieces, warmUp, ticks, window: window_, time, describe };
 })();

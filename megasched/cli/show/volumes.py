@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from megasched.cli.output import BYTES_16_BITS, BYTES_32_BITS
+import torch
+from rich.table import Table
+
+from megasched.cli.output import BYTES_16_BITS, format_bytes
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
+from megasched.planner.groups import EXPERT, EXPERT_DATA
+from megasched.planner.measure.parameter_counts import Count
+from megasched.planner.replicas import gradient_transfers, parameter_transfers
+from megasched.printing.tables import plain_table
 
+# Names of torch's operations -> as `show` has them.
+_OPERATIONS = {
+    "allreduce": "all_reduce",
+    "reduce_scatter_base": "reduce_scatter",
+    "allgather_base": "all_gather",
+    "alltoall_base": "all_to_all",
+}
+LEGEND = (
+    "In the whole model for one micro-batch (TP, PP, EP) or one step (DP). Over EP with every expert as busy; "
+    "what context parallelism sends is not counted."
+)
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -29,7 +47,7 @@ class Volume:
         value_bytes: bytes of a value.
     """
 
-    group: Literal["TP", "PP", "DP"]
+    group: Literal["TP", "PP", "EP", "DP"]
     what: str
     op: str
     phase: Literal["forward", "backward", "step"]
@@ -42,10 +60,35 @@ class Volume:
         """Returns the bytes of all operations together; None where the shapes do not tell."""
         return None if self.values is None else self.times * self.values * self.value_bytes
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the operations as plain data for JSON."""
+        return {**asdict(self), "bytes": self.bytes}
+
 
 def describe_volumes(report: ShowReport) -> list[Volume]:
-    """Returns what is sent over the groups of TP, PP and DP, without that of experts and context parallelism."""
-    return [*_tensor_parallel(report), *_sequence_parallel(report), *_pipeline(report), *_data_parallel(report)]
+    """Returns what is sent over the groups of TP, PP, EP and DP, without that of context parallelism."""
+    return [
+        *_tensor_parallel(report),
+        *_sequence_parallel(report),
+        *_pipeline(report),
+        *_experts(report),
+        *_data_parallel(report),
+    ]
+
+
+def volume_table(volumes: list[Volume]) -> Table:
+    """Returns the table of what is sent, all modules together."""
+    table = plain_table("over", "operation", "phase", "times", "together")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    found: dict[tuple[str, str, str], list[Volume]] = {}
+    for volume in volumes:
+        found.setdefault((volume.group, volume.op, volume.phase), []).append(volume)
+    for key, alike in found.items():
+        sizes = [volume.bytes for volume in alike if volume.bytes is not None]
+        together = format_bytes(sum(sizes)) if len(sizes) == len(alike) else "not known"
+        table.add_row(*key, str(sum(volume.times for volume in alike)), together)
+    return table
 
 
 def _tensor_parallel(report: ShowReport) -> list[Volume]:
@@ -103,15 +146,31 @@ def _pipeline(report: ShowReport) -> Iterator[Volume]:
         yield Volume("PP", "its gradient to the stage before", "send", "backward", borders, values)
 
 
+def _experts(report: ShowReport) -> Iterator[Volume]:
+    """Yields what mixtures send to experts of other ranks and back, as measured with every expert as busy."""
+    prediction = report.step.prediction
+    sent = prediction.sent if prediction else ()
+    for phase, operations in zip(("forward", "backward"), sent, strict=False):
+        for one, times in operations.items():
+            if one.group == EXPERT and report.layout.ep > 1:
+                what = f"{report.layers}.*: pairs of token and expert"
+                yield Volume("EP", what, _OPERATIONS[one.operation], phase, times, one.values, one.itemsize)
+
+
 def _data_parallel(report: ShowReport) -> Iterator[Volume]:
-    """Yields the gradients, which Megatron sums in float32 over DP and CP, those of experts over fewer ranks."""
-    layout = report.layout
+    """Yields the gradients, and what a distributed optimizer gathers; those of experts are of fewer ranks."""
+    layout, flags = report.layout, report.step.flags
     ranks = [[stage for stage in report.stages if stage.pp_rank == rank] for rank in range(layout.pp)]
-    largest = max(ranks, key=lambda stages: sum(stage.gradients + stage.expert_gradients for stage in stages))
-    dense, experts = (sum(getattr(s, name) for s in largest) for name in ("gradients", "expert_gradients"))
-    for what, values, replicas in (
-        ("gradients", dense, layout.data_parallel_size * layout.cp),
-        ("gradients of experts", experts, layout.expert_data_parallel_size),
+    counts = [
+        Count(sum(stage.gradients for stage in stages), sum(stage.expert_gradients for stage in stages))
+        for stages in ranks
+    ]
+    count, sharded = max(counts, key=lambda count: count.trained), flags.use_distributed_optimizer
+    for what, sent in (
+        ("gradients", gradient_transfers(count, layout, flags.gradient_dtype, sharded=sharded)),
+        ("parameters", parameter_transfers(count, layout, torch.bfloat16, sharded=sharded)),
     ):
-        if values and replicas > 1:
-            yield Volume("DP", f"{what} of the largest pipeline rank", "reduce", "step", 1, values, BYTES_32_BITS)
+        for one in sent:
+            whose = f"{what} of experts" if one.group == EXPERT_DATA else what
+            name, op = f"{whose} of the largest pipeline rank", _OPERATIONS[one.operation]
+            yield Volume("DP", name, op, "step", 1, one.values, one.itemsize)
