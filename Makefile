@@ -101,6 +101,9 @@ docs: $(STAMP) ## the pages as a site with a search, every link checked: build/s
 	$(RUN) docs/site/draw.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
 
+notebook: $(STAMP) ## run docs/tutorial.md and write it as docs/tutorial.ipynb, with what its commands print
+	$(RUN) -m tests.pages.notebook
+
 stubs: $(STAMP) ## write the types of the primitives, as they are called on a schedule, from the registry
 	$(RUN) -m tests.house.stubs
 

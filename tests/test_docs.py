@@ -7,7 +7,8 @@ Fenced blocks are read by their language:
   on so many ranks, by itself.
 * ``python`` in schedules.md is a schedule: it is planned for a small Qwen3 at TP 2. A first line ``# name.py``,
   or ``title="name"`` on the fence, saves a block under this name for the commands below.
-* ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything.
+* ``console`` is a ``megasched`` command and what it prints, where ``...`` stands for anything. Trainings are
+  run by the slow test of the notebook.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import shlex
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
 
 from megasched.cli import main
 from tests import tiny
+from tests.pages.blocks import FENCE, blocks, shows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -36,7 +37,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"]
-FENCE = re.compile(r"^```([a-z]*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 
 # Of other people's programs, as far as the pages show them.
@@ -49,30 +49,6 @@ BENCH_FLAGS = {
     for script in (ROOT / "bench").rglob("*.py")
     for flag in re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text())
 }
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, what else stands on the fence, its text, and how it came to stand there."""
-
-    language: str
-    info: str
-    text: str
-    follows: bool  # nothing but space between it and the block before
-
-    @property
-    def name(self) -> str:
-        """The file it is, by ``title="name"`` on the fence or a first line ``# name.py``; empty without."""
-        found = re.search(r'title="([\w./-]+)"', self.info) or re.match(r"# (\w+\.py)\n", self.text)
-        return found[1] if found else ""
-
-
-def blocks(page: Path) -> list[Block]:
-    text, found, end = page.read_text(), [], -1
-    for match in FENCE.finditer(text):
-        follows = end >= 0 and not text[end : match.start()].strip()
-        found.append(Block(match[1], match[2].strip(), match[3], follows))
-        end = match.end()
-    return found
 
 
 def prose(page: Path) -> str:
@@ -375,16 +351,6 @@ def run_command(words: list[str], capsys) -> str:
     return "\n".join(line.rstrip() for line in (captured.out + captured.err).splitlines())
 
 
-def shows(shown: str, printed: str) -> bool:
-    """Whether a page's excerpt is what was printed; ``...`` stands for anything."""
-    # As a line of its own it stands for any number of lines, elsewhere for the rest of its line.
-    lines = [
-        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(re.escape("..."), ".*") + r"\n"
-        for line in shown.rstrip().splitlines()
-    ]
-    return re.fullmatch("".join(lines), printed + "\n") is not None
-
-
 def console_pages() -> list[Path]:
     return [page for page in PAGES if any(block.language == "console" for block in blocks(page))]
 
@@ -401,12 +367,11 @@ def test_commands_print_what_the_page_shows(page, monkeypatch, tmp_path, capsys,
         if block.name:
             (tmp_path / block.name).parent.mkdir(exist_ok=True)
             (tmp_path / block.name).write_text(block.text)
-        if block.language == "console":
-            command, _, shown = block.text.partition("\n")
-            program, *words = shlex.split(command.removeprefix("$ "))
+        if block.language == "console" and not block.command.startswith("megasched launch local"):
+            program, *words = shlex.split(block.command.replace("\\\n", " "))
             assert program == "megasched"
             printed = run_command(words, capsys)
-            assert shows(shown, printed), f"{command} prints\n{printed}"
+            assert shows(block.shown, printed), f"{block.command} prints\n{printed}"
             assert "Traceback" not in printed
 
 

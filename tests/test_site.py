@@ -16,6 +16,9 @@ import pytest
 import yaml
 
 from megasched.cli import main
+from megasched.errors import ConfigError
+from megasched.planner.hardware.hardware import load_hardware
+from megasched.trainer.flags.arguments import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -25,6 +28,19 @@ def build(folder: Path, checkout: Path = ROOT) -> subprocess.CompletedProcess[st
     words = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(words, cwd=checkout, env=quiet, capture_output=True, text=True, check=False)
+
+
+class Words(HTMLParser):
+    """Collects the text of a page, with one space between words."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page.read_text())
+        self.text = " ".join(" ".join(self.found).split())
+
+    def handle_data(self, data):
+        self.found.append(data)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +99,43 @@ def test_every_command_has_a_section(site, capsys):
     assert {"show", "verify", "doctor"} <= set(names)
     for name in names:
         assert re.search(rf'<h2 id="{name}\b', text), name
+
+
+def test_every_flag_is_in_the_reference_with_its_class(site):
+    text = Words(site / "flags.html").text
+    for flag in FLAGS:
+        assert f"{flag} " in text, flag
+    for row in (
+        "--tensor-model-parallel-size honoured layout of the ranks",
+        "--num-layers derived the HF config says it",
+        "--use-flash-attn idle Megatron reads it nowhere; say --attention-backend flash",
+        "--use-torch-fsdp2 refused FSDP shards Megatron's own layers",
+    ):
+        assert row in text, row
+
+
+def test_messages_are_in_the_index_of_errors(site):
+    """Of each form in which the code has them."""
+    text = Words(site / "errors.html").text
+    for message in (
+        "there is no such folder; as a hub id, it is not in",
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+    ):
+        assert message in text, message
+    with pytest.raises(ConfigError) as raised:
+        load_hardware("h999")
+    start, _, end = str(raised.value).partition("h999")
+    assert start in text
+    assert end[end.rindex(";") :] in text
+
+
+def test_the_index_of_errors_leaves_no_folder_out():
+    index = runpy.run_path(str(ROOT / "docs" / "site" / "errors.py"))
+    for folder in ("megasched", "launch", "model_adapters", "patches"):
+        for file in (ROOT / folder).rglob("*.py"):
+            path = file.relative_to(ROOT).as_posix()
+            if any(index["messages"](file.read_text())):
+                assert any(path == one or path.startswith(f"{one}/") for one in index["SUBJECTS"]), path
 
 
 def test_public_names_are_in_the_reference(site):

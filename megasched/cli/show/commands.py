@@ -151,18 +151,10 @@ def show(
     asked: Any = {"as_json": as_json, "diff": diff, "records": records, "html": html, "trace": trace}
     asked |= {"predicted_trace": predicted_trace, "gpu": gpu, "global_batch_size": global_batch_size}
     asked |= {"overrides": hf_override or (), "trust_remote_code": trust_remote_code, "objective": objective}
+    asked |= {"adapter": adapter, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
     count = recompute_num_layers if recompute_method == "block" else None
     flags = StepFlags(recompute_granularity, count, use_distributed_optimizer, grad_reduce_in_bf16)
-    show_schedule(
-        schedule,
-        hf_model,
-        layout,
-        sequence_length=seq_length,
-        adapter=adapter,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        flags=flags,
-        **asked,
-    )
+    show_schedule(schedule, hf_model, layout, sequence_length=seq_length, flags=flags, **asked)
 
 
 def _refuse_mixed(

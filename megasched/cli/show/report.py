@@ -119,8 +119,7 @@ def inspect_schedule(
     sequence_length = sequence_length or _default_length(session)
     session.freeze_unreached(layout.micro_batch_size, sequence_length)
     session.runs.length = sequence_length  # the plan has to hold for it
-    if schedule == AUTO:
-        _name_sources(session, "--model-schedule auto")
+    _name_sources(session, schedule)
     structure = session.plan.structure
     assert structure is not None
     step = step or StepOptions()
@@ -160,10 +159,11 @@ def _hidden_size(session: Session) -> int | None:
     )
 
 
-def _name_sources(session: Session, source: str) -> None:
-    """Sets the source of every record, since no line of the user's asks for what the default schedule does."""
-    records = session.schedule.records
-    records[:] = [replace(record, source=source) for record in records]
+def _name_sources(session: Session, schedule: str) -> None:
+    """Sets the source of what the default schedule does, since no line of the user's asks for it."""
+    if schedule == AUTO:
+        records = session.schedule.records
+        records[:] = [replace(record, source="--model-schedule auto") for record in records]
 
 
 @dataclass(frozen=True)

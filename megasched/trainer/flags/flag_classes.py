@@ -68,7 +68,7 @@ def explicit_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict
     return flags
 
 
-def _reason(dest: str) -> str:
+def refusal(dest: str) -> str:
     """Returns why the flag is refused, whatever its value; empty where it is not."""
     if dest in REFUSED:
         return REFUSED[dest]
@@ -80,7 +80,7 @@ CLASSES: dict[str, Callable[[str], bool]] = {
     "honoured": lambda dest: dest in HONOURED or is_mixture_flag(dest),
     "derived": DERIVED.__contains__,
     "idle": IDLE.__contains__,
-    "refused": lambda dest: bool(_reason(dest)),
+    "refused": lambda dest: bool(refusal(dest)),
 }
 
 
@@ -98,7 +98,7 @@ def refusals(given: Mapping[str, GivenFlag], *, unknown: bool = True) -> list[st
     lines = []
     for dest, flag in _asked(given).items():
         name = str(getattr(flag.value, "name", flag.value))
-        reason = _reason(dest) or REFUSED_VALUES.get((dest, name), "")
+        reason = refusal(dest) or REFUSED_VALUES.get((dest, name), "")
         if unknown and not flag_class(dest):
             reason = f"megasched does not know this flag of {_megatron()}; --allow-unverified goes on with it"
         lines += [f"{flag}: {reason}"] if reason else []

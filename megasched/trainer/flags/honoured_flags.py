@@ -8,7 +8,7 @@ number of an HF layer. The flags of Megatron's mixtures are in ``moe.py``.
 from __future__ import annotations
 
 # What they are for -> Megatron's `args` attributes. All are spelled out, so that a new flag is in no class.
-_HONOURED = {
+_SUBJECTS = {
     "layout of the ranks, and what goes between them": (
         "tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size "
         "sequence_parallel context_parallel_size hierarchical_context_parallel_sizes cp_comm_type "
@@ -139,7 +139,7 @@ _HONOURED = {
         "fault_injector_seed"
     ),
 }
-HONOURED = frozenset(name for names in _HONOURED.values() for name in names.split())
+HONOURED = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 
 # What the HF config and the definition say (`model_shape.derive`, `arguments.apply_derived`); a given value must
 # agree.

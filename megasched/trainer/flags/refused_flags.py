@@ -75,7 +75,7 @@ _REASONS = {
         "linear_num_key_heads linear_num_value_heads linear_attention_freq mamba_state_dim mamba_head_dim "
         "mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype enable_mhc_connections mhc_* gdp_*"
     ),
-    "it is not among what Megatron's mixtures have been tried with under a schedule (docs/run.md)": (
+    "it is not among what Megatron's mixtures have been tried with under a schedule (docs/experts.md)": (
         "moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size moe_enable_routing_replay "
         "moe_router_padding_for_fp8 moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias "
         "moe_permute_fusion_into_hybridep moe_pad_experts_for_cuda_graph_inference moe_layer_recompute "
