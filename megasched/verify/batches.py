@@ -22,7 +22,7 @@ _OF_TEXT = ("pad", "bos", "eos", "sep", "cls", "unk", "decoder_start", "forced")
 
 
 def make_batches(
-    config: Any, layout: ParallelDims, steps: int = STEPS, objective: Objective = CAUSAL_LM
+    config: Any, layout: ParallelDims, steps: int = STEPS, objective: Objective = CAUSAL_LM, seed: int = 0
 ) -> Batches:
     """Returns a global batch for each step, with the micro-batches of DP rank 0 first.
 
@@ -33,9 +33,10 @@ def make_batches(
 
     Args:
         config: HF config of the model.
+        seed: of what is drawn.
     """
     count, length = micro_batches(layout), sequence_length(layout, config, objective)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     shape = objective.shape(config, MICRO_BATCH, length)
     inputs: dict[str, torch.Tensor] = {}
     for name, dtype in objective.inputs.items():

@@ -41,6 +41,7 @@ class Steps:
         pool: processes to run them on.
         timeout: seconds for each.
         progress: called with what is being done.
+        seed: of the data.
     """
 
     pool: RankPool
@@ -49,13 +50,14 @@ class Steps:
     bf16: bool
     timeout: float
     progress: Callable[[str], None]
+    seed: int = 0
     batches: Batches = field(init=False)
     _plain: PlainModel = field(init=False)
     _known: dict[Any, PlainRun] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         subject, steps = self.subject, 1 if self.bf16 else make.STEPS
-        self.batches = make.make_batches(self._config(), self.layout, steps, subject.objective)
+        self.batches = make.make_batches(self._config(), self.layout, steps, subject.objective, self.seed)
         self._plain = PlainModel(
             subject.folder,
             subject.weights,

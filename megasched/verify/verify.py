@@ -25,6 +25,8 @@ from megasched.verify.report.verification import Verification
 from megasched.verify.steps import Steps, make_subject
 
 MOST_RANKS = 16
+# Sets of data that are tried where rounding decides; that each of them holds such a value is no chance.
+MOST_DATA = 3
 
 
 def verify_schedule(
@@ -83,7 +85,7 @@ def verify_schedule(
         found.bf16, found.objective, found.notes = bf16, objective.name, list(subject.notes)
         with nullcontext(ranks) if ranks is not None else RankPool(MOST_RANKS) as pool:
             steps = Steps(pool, subject, layout, bf16, timeout, progress)
-            _fill(found, steps, _from_anywhere(schedule), Path(folder) / "without.py")
+            _fill_until_told(found, steps, _from_anywhere(schedule), Path(folder) / "without.py")
     found.why = found.why.replace(str(Path(folder) / "model"), "DIR")
     found.seconds = round(time.monotonic() - started, 1)
     return found
@@ -128,6 +130,20 @@ def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple((path, asked, source.removeprefix(here)) for path, asked, source in calls)
 
 
+def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
+    """Runs ``_fill``, and again with other data where rounding decides."""
+    notes = found.notes
+    for seed in range(MOST_DATA):
+        _fill(found, replace(steps, seed=seed), schedule, without)
+        finding = found.finding
+        if finding is None or not finding.tipped:
+            return
+        steps.progress("with other data, as rounding decides there")
+        values = "1 value is" if finding.tipped == 1 else f"{finding.tipped} values are"
+        told = f"there {values} 0 but for rounding at {finding.where}, whose slope jumps"
+        found.notes = [*notes, f"with other data than the first: {told}"]
+
+
 def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
     """Runs the steps, and notes the verdict, the checks, and where it goes wrong.
 
@@ -143,13 +159,14 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         if outcome.verdict == "refused" and found.small:
             found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
         return
-    found.notes += judge.notes
+    found.notes = [*found.notes, *judge.notes]
+    found.verdict = "equal"
     found.checks, found.why, finding = judge.judge()
     found.finding = finding and replace(finding, records=_near(finding.records))
     if found.finding is None and all(check.equal for check in found.checks):
         return
     found.verdict = "wrong"
-    if found.finding is None:
+    if found.finding is None or found.finding.tipped:
         return
     steps.progress("without single calls of the schedule, to see which do it")
 

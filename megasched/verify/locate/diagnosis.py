@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from megasched.verify.locate.matching import COPIES, DISAGREE, FACTOR, REORDERED, ROUNDED, SAME_VECTOR, SUMMED
 from megasched.verify.recording import PlanFacts
 
+# Of a ReLU, say; both sides are right as far as float32 goes.
+TIPPED = "its slope jumps at 0, and rounding decides on which side of it {} of its values lie: try other data"
+
 
 def likely_cause(
     direction: str,

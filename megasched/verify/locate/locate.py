@@ -15,8 +15,8 @@ from megasched.definition.sequence_split import Zigzag
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.placement import Placement
 from megasched.verify.locate.bisect import Call
-from megasched.verify.locate.diagnosis import likely_cause
-from megasched.verify.locate.matching import COPIES, Match, match, relation
+from megasched.verify.locate.diagnosis import TIPPED, likely_cause
+from megasched.verify.locate.matching import COPIES, Match, match, relation, together
 from megasched.verify.numbers import difference, replicas
 from megasched.verify.plain.watching import Event
 from megasched.verify.recording import PlanFacts, RankReport
@@ -41,6 +41,7 @@ class Finding:
         cause: what usually does that.
         records: calls of the schedule on that module or nearest to it: path, what was asked for, file and line.
         guilty: calls without which all is right, where such were looked for and found.
+        tipped: number of values that are 0 but for rounding, where they explain the whole difference.
     """
 
     direction: Literal["forward", "backward"]
@@ -52,6 +53,7 @@ class Finding:
     cause: str
     records: tuple[Call, ...] = ()
     guilty: tuple[Call, ...] = ()
+    tipped: int = 0
 
 
 @dataclass
@@ -181,10 +183,37 @@ class Locator:
         related = relation(parts, self._own(wanted, 0), self.facts.components.get(path, ()))
         what = {"in": "what goes into it", "out": "what it gives"}[kind]
         what = f"the gradient of {what}" if gradient else what
+        tipped = self._tipped(event) if gradient else 0
         cause = likely_cause(direction, event, related, self.facts, self._sources())
-        return Finding(
-            direction, path, what, self._ranks(event, found), found.error, related, cause, self._records(path)
-        )
+        cause = TIPPED.format(tipped) if tipped else cause
+        ranks, calls = self._ranks(event, found), self._records(path)
+        return Finding(direction, path, what, ranks, found.error, related, cause, calls, tipped=tipped)
+
+    def _tipped(self, event: Event) -> int:
+        """Returns how many values are on other sides of 0, if those are all whose gradients differ; else 0.
+
+        The values are right to rounding, so they are nearly 0, where the slope of a ReLU jumps.
+        """
+        values = self.compare(event, gradient=False)
+        if values is None or values.error > NOTICED:
+            return 0
+        count = 0
+        for rank in range(self.cp):
+            (mine, right), (slope, wanted) = self._both(event, False, rank), self._both(event, True, rank)
+            if mine is None or slope is None or mine.shape != slope.shape:
+                return 0
+            off = (slope - wanted).abs() > NOTICED * wanted.abs().max()
+            if (off & (mine.sign() == right.sign())).any():
+                return 0
+            count += int(off.sum())
+        return count
+
+    def _both(self, event: Event, gradient: bool, cp_rank: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Returns what a CP rank's TP ranks have together, None where that can't be told, and what is right."""
+        wanted = self.wanted(event, gradient)
+        assert wanted is not None  # both were compared
+        own = self._own(wanted, cp_rank)
+        return together(self._parts(event, gradient, cp_rank), own, self.facts.components.get(event[0], ())), own
 
     def finding_at(self, path: str, what: str, ranks: tuple[int, ...], related: str, cause: str) -> Finding:
         """Returns a finding in a module's forward for something wrong that has no size."""

@@ -85,7 +85,7 @@ def relation(parts: Sequence[torch.Tensor], expected: torch.Tensor, components: 
     whole = all(part.shape == expected.shape for part in parts)
     if whole and len(parts) > 1 and relative(torch.stack(list(parts)).sum(0), expected) < _EXACT:
         return SUMMED
-    got = parts[0] if whole else _joined(parts, expected, components)
+    got = together(parts, expected, components)
     if got is None:
         return ""
     if whole and any(relative(part, got) > _EXACT for part in parts[1:]):
@@ -111,9 +111,12 @@ SAME_VECTOR = "it is off by the same vector at every token"
 REORDERED = "it has the right blocks of {} along dimension {}, in another order"
 
 
-def _joined(
-    parts: Sequence[torch.Tensor], expected: torch.Tensor, components: Sequence[int]
+def together(
+    parts: Sequence[torch.Tensor], expected: torch.Tensor, components: Sequence[int] = ()
 ) -> torch.Tensor | None:
+    """Returns the first part where all are whole, or the parts joined; None where their shapes allow neither."""
+    if all(part.shape == expected.shape for part in parts):
+        return parts[0]
     last = expected.dim() - 1
     for dim in (last, *range(last)):
         joined = join(parts, expected.shape, dim, components if dim == last else ())
