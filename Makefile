@@ -27,7 +27,7 @@ UNDER_CHECKOUT := tests/patches tests/trainer tests/layers tests/parity/test_lev
 	tests/parity/test_resume.py tests/parity/test_context.py tests/parity/test_packed.py tests/bench/test_contenders.py \
 	tests/ghost/test_kernels.py
 
-.PHONY: help setup ghost gpu-check gpu-kit bench quickstart test test-all test-megatron durations browser-test matrix lint docs stubs format clean
+.PHONY: help setup ghost gpu-check gpu-kit bench quickstart test test-all test-megatron durations browser-test matrix lint docs notebook stubs format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

@@ -103,7 +103,7 @@ def test_gradients_are_those_that_a_plan_counts(tmp_path, family, ep, pp):
     layout = ParallelDims(
         expert_model_parallel_size=ep, pipeline_model_parallel_size=pp, data_parallel_size=2 * ep
     )
-    session = _opened_sessions(str(tmp_path), "auto", TOKENS, (), False)(layout)
+    session = _opened_sessions(str(tmp_path), "auto", TOKENS, {})(layout)
     stages = stages_of(session, layout, TOKENS)
     counts = [ParameterCounts(session).held(stages[rank::pp]) for rank in range(pp)]
     planned = [static_bytes(one, layout, torch.bfloat16, torch.float32, sharded=True)[1] for one in counts]

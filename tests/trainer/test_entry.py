@@ -170,7 +170,7 @@ def test_a_rank_of_slurm_names_itself(tmp_path: Path) -> None:
 
 
 def test_schedule_may_be_a_registered_name_or_one_of_several_in_a_file(tmp_path: Path) -> None:
-    given = {"hf_model": str(tmp_path), "megasched_trace": None}
+    given = {"hf_model": str(tmp_path), "adapter": None, "megasched_trace": None}
     entry.check_inputs("x.py", Namespace(model_schedule="someones_schedule", **given))
     several = tmp_path / "several.py"
     several.touch()

@@ -46,7 +46,7 @@ def jobs(folder: Path):
 
 def start(kind, job):
     if kind == "local":
-        launch_local(job, Checks(check_run=False), as_json=False)
+        launch_local(job, Checks(check_run=False), show=print, as_json=False)
     elif kind == "slurm":
         slurm.write(slurm.prepare(job, check_run=False, ask_slurm=False))
     else:
