@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from megasched.trainer.run_failure import ERROR, FAILED
+
 # Megatron's arguments: `_print_args` in megatron/training/arguments.py.
 ARGUMENTS = re.compile(r"^-{3,} (?:[\w ]+ )?arguments -{3,}$")
 END_OF_ARGUMENTS = re.compile(r"^-{3,} end of (?:[\w ]+ )?arguments -{3,}$")
@@ -35,8 +37,8 @@ CODE_OF_WARNING = re.compile(r"^  [A-Za-z_]")
 OF_TORCH = re.compile(r"^W\d{4} .*torch/utils/cpp_extension\.py:")
 RULE = re.compile(r"^-*$")
 # From then on all is shown.
-FAILED = re.compile(
-    r"Traceback \(most recent call last\)|^megasched: (?:error|the run failed)|^[EF]\d{4} |^\w*Error\b|: error: "
+FAILURE = re.compile(
+    rf"Traceback \(most recent call last\)|^{ERROR}|^{FAILED}|^[EF]\d{{4}} |^\w*Error\b|: error: "
 )
 
 
@@ -57,7 +59,7 @@ class ConsoleLines:
 
     def shows(self, line: str) -> bool:
         """Returns whether a terminal is to show ``line``, which has no line end."""
-        self.failed = self.failed or FAILED.search(line) is not None
+        self.failed = self.failed or FAILURE.search(line) is not None
         return self.failed or not (self._of_arguments(line) or self._of_packages(line) or self._said(line))
 
     def _of_arguments(self, line: str) -> bool:

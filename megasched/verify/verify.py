@@ -133,8 +133,8 @@ def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
 def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
     """Runs ``_fill``, and again with other data where rounding decides."""
     notes = found.notes
-    for seed in range(MOST_DATA):
-        _fill(found, replace(steps, seed=seed), schedule, without)
+    for _ in range(MOST_DATA):
+        _fill(found, steps, schedule, without)
         finding = found.finding
         if finding is None or not finding.tipped:
             return
@@ -142,6 +142,7 @@ def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: 
         values = "1 value is" if finding.tipped == 1 else f"{finding.tipped} values are"
         told = f"there {values} 0 but for rounding at {finding.where}, whose slope jumps"
         found.notes = [*notes, f"with other data than the first: {told}"]
+        steps = replace(steps, seed=steps.seed + 1)
 
 
 def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> None:

@@ -81,7 +81,9 @@ def run(source: str, folder: Path) -> str:
         text=True,
         check=False,
     )
-    return re.sub(r" +$", "", done.stdout.replace(str(folder), "."), flags=re.MULTILINE)
+    # Whose machine it was is of no interest.
+    printed = done.stdout.replace(str(folder), ".").replace(sys.prefix, ".venv")
+    return re.sub(r" +$", "", printed, flags=re.MULTILINE)
 
 
 def notebook(sources: list[tuple[str, str]], printed: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -54,4 +55,5 @@ def test_a_cell_does_what_jupyter_does_with_it(tmp_path):
     assert run("%%writefile a.py\n# a.py\nx = 1", tmp_path) == "Writing a.py\n"
     assert (tmp_path / "a.py").read_text() == "# a.py\nx = 1\n"
     assert run("!cat a.py; pwd", tmp_path) == "# a.py\nx = 1\n.\n"
+    assert run(f"!echo {sys.prefix}/bin", tmp_path) == ".venv/bin\n"
     assert run("%%bash\necho 1\necho 2 >&2", tmp_path) == "1\n2\n"
