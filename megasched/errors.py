@@ -86,6 +86,11 @@ PARALLEL_SIZES = {"TP": "a tensor parallel size", "EP": "an expert parallel size
 NAMED_MODULES = 3
 
 
+def did_you_mean(close: Sequence[str]) -> str:
+    """Returns the end of a message that names what is spelled alike; empty where nothing is."""
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
 def some_of(names: Sequence[str]) -> str:
     """Returns the first names as text, with the number of names left out."""
     more = f" and {len(names) - NAMED_MODULES} more" if len(names) > NAMED_MODULES else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasched.definition.small_models.small_models import causal_lm_types, write_small_model
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, did_you_mean
 from megasched.trainer.evidence.compatibility import DATA, load_matrix
 from megasched.verify.facts import facts
 from megasched.verify.parity import LAYOUTS, check_layout, failure
@@ -72,8 +72,9 @@ def check_known(model_type: str) -> None:
     """
     if model_type not in causal_lm_types():
         close = get_close_matches(model_type, causal_lm_types())
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigError(f"the installed transformers has no causal language model {model_type!r}{hint}")
+        raise ConfigError(
+            f"the installed transformers has no causal language model {model_type!r}{did_you_mean(close)}"
+        )
 
 
 def check_here(model_type: str) -> dict[str, dict[str, Any]]:

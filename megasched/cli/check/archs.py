@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megasched.cli.output import LIST_WIDTH, report_console
 from megasched.definition.small_models.small_models import causal_lm_types
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, did_you_mean
 from megasched.json_output import print_json
 from megasched.printing.shell_command import shell_command
 from megasched.printing.tables import plain_table
@@ -120,8 +120,7 @@ def find_types(name: str, types: Mapping[str, dict[str, Any]]) -> list[str]:
     if not found:
         known_names = {one.lower(): one for pair in ((key, _class(types[key])) for key in types) for one in pair}
         close = [known_names[one] for one in get_close_matches(asked, known_names)]
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigError(f"no recorded check of {name!r}{hint}\n{_remedy(name)}")
+        raise ConfigError(f"no recorded check of {name!r}{did_you_mean(close)}\n{_remedy(name)}")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, did_you_mean
 from megasched.language.registry import call_of, document, get_primitive, has_primitive, list_primitives
 from megasched.printing.tables import plain_table
 
@@ -54,8 +54,7 @@ def describe_primitive(name: str) -> PrimitiveReport:
         names = list_primitives(name_only=True)
         known = [*names, *(alias for other in names for alias in get_primitive(other).aliases)]
         close = difflib.get_close_matches(name, known, n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigError(f"no primitive {name!r}{hint} There are: {', '.join(names)}")
+        raise ConfigError(f"no primitive {name!r}{did_you_mean(close)} There are: {', '.join(names)}")
     primitive = get_primitive(name)
     summary = (inspect.getdoc(primitive) or "").partition("\n")[0]
     return PrimitiveReport(primitive.name, primitive.aliases, call_of(primitive), summary, document(primitive))
