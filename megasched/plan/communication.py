@@ -34,9 +34,10 @@ def derived_syncs(plan: Plan, path: str) -> dict[str, str | None]:
         }
     if cut == "row":
         scatter = path in plan.tp_facts.scatter
+        stays = path in plan.tp_facts.rows_inside and not plan.in_block(path)  # in a region, whole
         return {
             "fwd_pre": "scatter" if scatter else None,
-            "fwd_post": "reduce_scatter" if split else "all_reduce",
+            "fwd_post": "reduce_scatter" if split and not stays else "all_reduce",
             "bwd_post": "all_gather" if scatter else None,
         }
     return {"fwd_pre": None, "fwd_post": "all_reduce" if cut == "vocab" else None, "bwd_post": None}

@@ -64,7 +64,8 @@ def test_transfers_at_tp_2(inspect):
     assert found[f"{LAYER}.mlp.up_proj"].transfers == ()
     assert found[f"{LAYER}.mlp.down_proj"].transfers == (Transfer("forward", "all_reduce", "output"),)
     assert found["model.embed_tokens"].transfers == (Transfer("forward", "all_reduce", "output"),)
-    assert found["lm_head"].transfers == (Transfer("backward", "all_reduce", "input"),)
+    of_loss = Transfer("forward", "all_reduce", "loss", features=1, value_bytes=4)
+    assert found["lm_head"].transfers == (Transfer("backward", "all_reduce", "input"), *3 * [of_loss])
 
 
 @pytest.mark.parametrize(("level", "sent"), [("fused", True), ("block", False)])
@@ -77,8 +78,8 @@ def test_tokens_of_a_mixture_under_sequence_parallelism(tmp_path, level, sent):
     )
     layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
     found = modules(inspect_schedule(str(schedule), tiny.save("mixtral", tmp_path / "model"), layout))
-    wanted = (Transfer("forward", "all_gather", "input"), Transfer("backward", "reduce_scatter", "input"))
-    assert found["model.layers.1.mlp"].transfers == (wanted if sent else ())
+    wanted = (("forward", "all_gather", "input"), ("backward", "reduce_scatter", "input"))
+    assert found["model.layers.1.mlp"].transfers == tuple(Transfer(*one, features=32) for one in wanted if sent)
     assert found["model.layers.1"].becomes == (
         "Megatron's TransformerLayer" if level == "block" else "MixtralDecoderLayer"
     )

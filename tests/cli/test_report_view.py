@@ -57,12 +57,12 @@ def test_sequence_parallelism(inspect):
 
 
 def test_what_is_sent_is_summed_up(inspect):
-    """Over TP: the embedding's sum and those of two rows in each of four layers, and their gradients'."""
+    """Over TP: sums of the embedding, of two rows in each of four layers and of the loss, and of gradients."""
     rows = [
         line.split() for line in printed(inspect(tp=2, sequence_length=16)).splitlines() if line.startswith("TP")
     ]
     assert rows == [
-        ["TP", "all_reduce", "forward", "9", "9.00", "KiB"],
+        ["TP", "all_reduce", "forward", "12", "9.19", "KiB"],
         ["TP", "all_reduce", "backward", "9", "9.00", "KiB"],
     ]
 

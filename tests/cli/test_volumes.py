@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megasched.cli.show.step import StepOptions
 from megasched.cli.show.volumes import Volume, describe_volumes
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import ParallelDims
+from megasched.planner.groups import CONTEXT, EXPERT, TENSOR
 from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.memory import stages_of, static_bytes
 from megasched.planner.plan import _opened_sessions
@@ -19,10 +21,81 @@ from megasched.planner.predict import StepFlags
 from tests import tiny
 
 TOKENS = 16
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+# Megatron's groups of ranks, and torch's operations -> as `show` has them.
+GROUPS = {TENSOR: "TP", CONTEXT: "CP", EXPERT: "EP"}
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "reduce_scatter_base": "reduce_scatter",
+    "allgather_base": "all_gather",
+    "alltoall_base": "all_to_all",
+}
 
 
 def volumes(report):
     return {(v.group, v.what, v.op, v.phase): v for v in describe_volumes(report)}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek_v3", TP2),
+        ("deepseek_v3", SP2),
+        ("qwen3_next", {**SP2, "context_parallel_size": 2}),
+        ("llama4_text", SP2),
+        ("dbrx", SP2),
+    ],
+)
+def test_the_table_has_what_a_run_of_the_program_sends(tmp_path, family, layout):
+    """Bytes and times over TP, CP and EP equal those that the planner counts as the scheduled modules run."""
+    small_config(family).save_pretrained(tmp_path)
+    report = inspect_schedule(
+        "auto", str(tmp_path), ParallelDims(**layout), sequence_length=4 * TOKENS, step=StepOptions(wanted=True)
+    )
+    shown: Counter[tuple[str, str, str, str]] = Counter()
+    for volume in describe_volumes(report):
+        if volume.group in GROUPS.values():
+            key = volume.group, volume.op, volume.phase
+            shown[*key, "times"] += volume.times
+            shown[*key, "bytes"] += volume.bytes
+    measured: Counter[tuple[str, str, str, str]] = Counter()
+    for phase, operations in zip(("forward", "backward"), report.step.prediction.sent, strict=True):
+        for one, times in operations.items():
+            key = GROUPS[one.group], OPERATIONS[one.operation], phase
+            measured[*key, "times"] += times
+            measured[*key, "bytes"] += times * one.bytes
+    assert shown == measured
+
+
+def test_the_loss_of_logits_that_are_cut_sums_three_numbers_of_each_label(inspect):
+    (of_loss,) = [
+        volume for volume in describe_volumes(inspect(tp=2, sequence_length=TOKENS)) if "loss" in volume.what
+    ]
+    assert of_loss == Volume("TP", "lm_head: loss", "all_reduce", "forward", 3, TOKENS, 4)
+
+
+def test_context_parallel_attention_passes_keys_and_values_on(llama):
+    """Each of four layers sends both, 2 heads of 4 numbers, and in the backward their gradients too."""
+    report = inspect_schedule("auto", llama, ParallelDims(context_parallel_size=2), sequence_length=TOKENS)
+    sent = [volume for volume in describe_volumes(report) if volume.group == "CP"]
+    assert [(v.op, v.phase, v.times, v.values) for v in sent] == [
+        ("all_gather", "forward", 2 * 4, TOKENS * 2 * 4),
+        ("all_gather", "backward", 4 * 4, TOKENS * 2 * 4),
+    ]
+
+
+def test_a_row_that_takes_its_part_of_the_whole_sends_nothing_for_it(tmp_path, llama):
+    schedule = tmp_path / "rows.py"
+    schedule.write_text(
+        "def schedule(sch, layout):\n    sch['model.layers.*.mlp.down_proj'].shard('weight', axis=1)\n"
+    )
+    layout = ParallelDims(tensor_model_parallel_size=2)
+    report = inspect_schedule(str(schedule), llama, layout, sequence_length=TOKENS)
+    assert [(v.op, v.phase, v.times, v.values) for v in describe_volumes(report)] == [
+        ("all_reduce", "forward", 4, TOKENS * 32),
+        ("all_gather", "backward", 4, TOKENS * 64),
+    ]
 
 
 def test_one_rank_sends_nothing(inspect):

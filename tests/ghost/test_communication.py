@@ -62,12 +62,12 @@ Sent = tuple[str, str, int]
 
 
 def sent(events: list[str], groups: Mapping[str, str]) -> Iterator[Sent]:
-    """Yields what a rank sends of what ``show`` tells of.
+    """Yields what a rank sends of what ``show`` tells of, over TP of what is in 16 bits.
 
-    It tells of neither the batch and the loss's numbers of each token over TP, nor gradients of what sequence
-    parallelism leaves whole: all are in 32 or 64 bits, and layers send 16. Over DP it leaves out the log's loss
-    and count of tokens. Other groups are not compared: in them, the norm of gradients and flags are summed, and
-    context parallelism and mixtures send.
+    The batch, the loss's numbers of each token over TP, and gradients of what sequence parallelism leaves whole
+    are in 32 or 64 bits, and layers send 16. Over DP ``show`` leaves out the log's loss and count of tokens. Other
+    groups are not compared: in them, the norm of gradients and flags are summed, and context parallelism and
+    mixtures send.
     """
     for event in events:
         if not event.startswith("nccl:"):
@@ -95,7 +95,8 @@ def found_in(run: Run, layout: ParallelDims) -> Counter[Sent]:
 def shown_by(report: ShowReport) -> Counter[Sent]:
     found: Counter[Sent] = Counter()
     microbatches = SEQUENCES // report.layout.data_parallel_size
-    for volume in (one for one in describe_volumes(report) if one.group != "EP"):
+    volumes = [one for one in describe_volumes(report) if one.group not in ("CP", "EP")]
+    for volume in (one for one in volumes if one.group != "TP" or one.value_bytes == 2):
         assert volume.bytes is not None
         times = volume.times * (1 if volume.phase == "step" else microbatches)
         found[volume.group, volume.op, volume.bytes // volume.times] += times

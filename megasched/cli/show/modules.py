@@ -9,6 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from megasched.cli.show.communication import Transfer, transfers
+from megasched.definition.build import text_config
+from megasched.language.module_specs import AttentionSpec, LayerSpec
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive
 from megasched.plan.placement import Placement
@@ -118,7 +120,8 @@ class _View:
         self.session, self.plan = session, session.plan
         self.tp = self.plan.layout.tp
         self.hf = {path: type(module).__name__ for path, module in session.definition.named_modules()}
-        self.transfers = transfers(self.plan)
+        self.head = session.replaced.get_output_embeddings()
+        self.transfers = self._transfers()
         self.records: dict[str, list[Record]] = defaultdict(list)
         self.replaced: set[str] = set()
         for record in self.plan.records:
@@ -130,6 +133,14 @@ class _View:
         self.sharded = sharded_attention(self.plan)
         self.calls = self.plan.structure.calls if self.plan.structure is not None else {}
         self.fused_columns = {path: paths for paths in self.plan.fused_columns for path in paths}
+
+    def _transfers(self) -> dict[str, list[Transfer]]:
+        roles = self.session.schedule.roles
+        attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
+        latent = attention.mla if isinstance(attention, AttentionSpec) else None
+        named = self.session.replaced.named_modules()
+        head = next((path for path, module in named if module is self.head), None)
+        return transfers(self.plan, hidden_size=hidden_size(self.session), latent=latent, head=head)
 
     def _paths(self, record: Record) -> list[str]:
         schedule = self.session.schedule
@@ -217,7 +228,7 @@ class _View:
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
-        if module is self.session.replaced.get_output_embeddings():
+        if module is self.head:
             notes += loss_lines(self.plan)
         fp8 = self.plan.layout.fp8
         if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
@@ -244,7 +255,7 @@ class _View:
             notes.append(f"divided by TP: {', '.join(attributes)}")
         if path in self.plan.tp_facts.forked:
             notes.append("each TP rank draws its own random numbers")
-        head = module is self.session.replaced.get_output_embeddings()
+        head = module is self.head
         if head and kind == "column" and path not in self.plan.tp_facts.gather:
             notes.append("logits stay cut over the vocabulary, up to the loss")
         structure = self.plan.structure
@@ -254,6 +265,14 @@ class _View:
             notes.append(f"whole again after {last} (forward all_gather)")
             notes.append("each TP rank draws its own random numbers")
         return notes
+
+
+def hidden_size(session: Session) -> int | None:
+    """Returns the width of the hidden state; None where the config does not say."""
+    config = text_config(session.definition.config)
+    return next(
+        (getattr(config, name) for name in ("hidden_size", "n_embd", "d_model") if hasattr(config, name)), None
+    )
 
 
 def _around(path: str) -> list[str]:

@@ -11,9 +11,8 @@ import torch
 
 from megasched.analysis.analysis_cache import USUAL_LENGTH, usual_length
 from megasched.cli.output import BYTES_16_BITS
-from megasched.cli.show.modules import CUT, ModuleReport, describe_modules
+from megasched.cli.show.modules import CUT, ModuleReport, describe_modules, hidden_size
 from megasched.cli.show.step import StepOptions, StepReport, describe_step
-from megasched.definition.build import text_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
@@ -137,7 +136,7 @@ def inspect_schedule(
         unverified(session.definition, layout, load_matrix()["types"]),
         unchecked_options(session.definition),
         verify_command(schedule, hf_model, layout, **asked),
-        _hidden_size(session),
+        hidden_size(session),
         structure.layers,
         describe_step(session, step, sequence_length),
     )
@@ -150,13 +149,6 @@ def _default_length(session: Session) -> int:
     except ScheduleError:
         return usual_length(session.definition)
     return USUAL_LENGTH
-
-
-def _hidden_size(session: Session) -> int | None:
-    config = text_config(session.definition.config)
-    return next(
-        (getattr(config, name) for name in ("hidden_size", "n_embd", "d_model") if hasattr(config, name)), None
-    )
 
 
 def _name_sources(session: Session, schedule: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,7 +16,7 @@ from megasched.cli.output import BYTES_16_BITS, format_bytes
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
-from megasched.planner.groups import EXPERT, EXPERT_DATA
+from megasched.planner.groups import CONTEXT, EXPERT, EXPERT_DATA
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.replicas import gradient_transfers, parameter_transfers
 from megasched.printing.tables import plain_table
@@ -27,8 +29,7 @@ _OPERATIONS = {
     "alltoall_base": "all_to_all",
 }
 LEGEND = (
-    "In the whole model for one micro-batch (TP, PP, EP) or one step (DP). Over EP with every expert as busy; "
-    "what context parallelism sends is not counted."
+    "In the whole model for one micro-batch (TP, CP, PP, EP) or one step (DP). Over EP with every expert as busy."
 )
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -47,7 +48,7 @@ class Volume:
         value_bytes: bytes of a value.
     """
 
-    group: Literal["TP", "PP", "EP", "DP"]
+    group: Literal["TP", "CP", "PP", "EP", "DP"]
     what: str
     op: str
     phase: Literal["forward", "backward", "step"]
@@ -66,12 +67,14 @@ class Volume:
 
 
 def describe_volumes(report: ShowReport) -> list[Volume]:
-    """Returns what is sent over the groups of TP, PP, EP and DP, without that of context parallelism."""
+    """Returns what is sent over the groups of TP, CP, PP, EP and DP."""
     return [
         *_tensor_parallel(report),
+        *_partial_gradients(report),
         *_sequence_parallel(report),
+        *_measured(report, CONTEXT, "CP", "other ranks' parts of sequences"),
         *_pipeline(report),
-        *_experts(report),
+        *_measured(report, EXPERT, "EP", "pairs of token and expert"),
         *_data_parallel(report),
     ]
 
@@ -95,15 +98,33 @@ def _tensor_parallel(report: ShowReport) -> list[Volume]:
     modules = {module.path: module for module in report.modules}
     counts: dict[tuple[str, Transfer, int | None], int] = {}
     for module in report.modules:
-        for transfer in module.transfers:
+        for transfer in (one for one in module.transfers if one.op != "scatter"):  # which sends nothing
             features = _features(modules, module, transfer)
-            values = None if features is None else features * _tokens(report)
+            ranks = report.layout.cp if transfer.of_sequences else 1
+            values = None if features is None else features * _tokens(report) * ranks
             key = (_INDEX.sub(".*", module.path), transfer, values)
             counts[key] = counts.get(key, 0) + module.calls
     return [
-        Volume("TP", f"{what}: {transfer.tensor}", transfer.op, transfer.phase, times, values)
+        Volume(
+            "TP", f"{what}: {transfer.tensor}", transfer.op, transfer.phase, times, values, transfer.value_bytes
+        )
         for (what, transfer, values), times in counts.items()
     ]
+
+
+def _partial_gradients(report: ShowReport) -> Iterator[Volume]:
+    """Yields the sums of gradients of whole parameters, of which each rank computes a part.
+
+    Under sequence parallelism Megatron sums them once in a step (``core/distributed/finalize_model_grads.py``).
+    """
+    counts: Counter[tuple[str, int]] = Counter()
+    for module in () if report.layout.sp else report.modules:
+        for parameter in module.parameters:
+            if parameter.partial_gradient and parameter.tied_to is None:
+                what = _INDEX.sub(".*", f"{module.path}.{parameter.name}")
+                counts[what, math.prod(parameter.local_shape)] += 1
+    for (what, values), times in counts.items():
+        yield Volume("TP", f"{what}: gradient", "all_reduce", "backward", times, values)
 
 
 def _tokens(report: ShowReport) -> int:
@@ -112,7 +133,9 @@ def _tokens(report: ShowReport) -> int:
 
 
 def _features(modules: dict[str, ModuleReport], module: ModuleReport, transfer: Transfer) -> int | None:
-    """Returns the width of the tensor that is sent, from the weight that reads or makes it; None without one."""
+    """Returns the width of what is sent, mostly from the weight that reads or makes it; None without one."""
+    if transfer.features is not None:
+        return transfer.features
     path = f"{module.path}.{transfer.shared_by[0]}" if transfer.shared_by else module.path
     weight = next((p for p in modules[path].parameters if len(p.shape) == 2), None) if path in modules else None
     if weight is None:
@@ -146,15 +169,15 @@ def _pipeline(report: ShowReport) -> Iterator[Volume]:
         yield Volume("PP", "its gradient to the stage before", "send", "backward", borders, values)
 
 
-def _experts(report: ShowReport) -> Iterator[Volume]:
-    """Yields what mixtures send to experts of other ranks and back, as measured with every expert as busy."""
+def _measured(report: ShowReport, group: str, over: Literal["CP", "EP"], what: str) -> Iterator[Volume]:
+    """Yields what the planner has measured that is sent in a group; of experts, with every one as busy."""
     prediction = report.step.prediction
     sent = prediction.sent if prediction else ()
     for phase, operations in zip(("forward", "backward"), sent, strict=False):
         for one, times in operations.items():
-            if one.group == EXPERT and report.layout.ep > 1:
-                what = f"{report.layers}.*: pairs of token and expert"
-                yield Volume("EP", what, _OPERATIONS[one.operation], phase, times, one.values, one.itemsize)
+            if one.group == group:
+                name, op = f"{report.layers}.*: {what}", _OPERATIONS[one.operation]
+                yield Volume(over, name, op, phase, times, one.values, one.itemsize)
 
 
 def _data_parallel(report: ShowReport) -> Iterator[Volume]:

@@ -166,11 +166,14 @@ class CountWork(TorchDispatchMode):
             self.work.traffic += sum(map(_bytes, tree_leaves((args, output))))
 
     def _count_sent(self, func: Any, args: tuple[Any, ...]) -> None:
-        group = next((_group_name(leaf) for leaf in args if isinstance(leaf, torch.ScriptObject)), "")
+        boxed = (leaf for leaf in args if isinstance(leaf, torch.ScriptObject))
+        group = next(map(torch.distributed.ProcessGroup.unbox, boxed), None)
+        if group is None or group.size() == 1:
+            return
         tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
         largest = max(((_bytes(one), one.element_size()) for one in tensors), default=(0, 1))
         name, itemsize = func.overloadpacket.__name__.strip("_"), largest[1]
-        self.work.sent[Sent(name, group, _behind, largest[0] // itemsize, itemsize)] += 1
+        self.work.sent[Sent(name, group.group_desc, _behind, largest[0] // itemsize, itemsize)] += 1
 
 
 # They write nothing; what they made is counted where it is written.
@@ -216,8 +219,3 @@ def _attention_flops(name: str, args: tuple[Any, ...]) -> float:
 
 def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def _group_name(boxed: torch.ScriptObject) -> str:
-    """Returns what the group is for, as Megatron names it (``TENSOR_MODEL_PARALLEL_GROUP``)."""
-    return torch.distributed.ProcessGroup.unbox(boxed).group_desc
