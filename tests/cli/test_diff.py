@@ -1,8 +1,14 @@
 """What ``megasched show --diff`` tells of two schedules."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
+from megasched.cli.page.compare import StepComparison
 from megasched.cli.show.diff import Change, compare_reports, print_diff
+from megasched.planner.hardware.hardware import load_hardware
+from megasched.planner.pipeline import Chunk
+from tests.cli.pages import page_of, predicted
 
 
 def test_schedules_that_do_the_same_differ_in_nothing(inspect):
@@ -52,3 +58,41 @@ def test_the_page_shows_signs_and_fits_100_columns(inspect, capsys):
     at = lines.index("  model.layers.1.mlp  recompute")
     assert lines[at + 1 : at + 3] == ["    - nothing", "    + yes"]
     assert max(map(len, lines)) <= 100
+
+
+def test_the_steps_of_both_follow_and_say_what_is_not_known(inspect, capsys):
+    """Two stages of as many FLOPs and 8 micro-batches: 8 of 9 are work, 4 of 5 with half of them."""
+    steps = StepComparison(("one", "other"), (page_of(2, 1, 8), page_of(2, 1, 4)), 8)
+    diff = replace(compare_reports(inspect(tp=2), inspect(tp=2, schedule="auto")), steps=steps)
+    print_diff(diff, Console(width=100))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index("one other difference") + 1 :] == [
+        "GPUs 4 4 same",
+        "Micro-batches in a step 8 4 -4",
+        "Step time not known not known",
+        "Pipeline bubble 11.1% 20.0% +8.9 points",
+        "Tokens/s per GPU not known not known",
+        "Peak memory of a GPU not known not known",
+        "Sent over PP, send 128.0 KiB 64.0 KiB -64.0 KiB (-50.0%)",
+        "",
+        "step time and tokens/s are not known: name the hardware with --gpu",
+        "sent over TP, PP and EP by all stages of one replica in a step, over DP by its largest pipeline rank",
+    ]
+    assert diff.to_dict()["steps"]["figures"][0] == {
+        **{"name": "GPUs", "unit": "count", "first": 4, "second": 4},
+        "difference": 0,
+    }
+
+
+def test_a_layout_that_can_not_be_predicted_or_does_not_fit_is_told():
+    h100 = load_hardware("h100-80gb")
+    small = replace(h100, memory_gib=h100.reserved_gib + 1)
+    full = page_of(2, 1, 4, prediction=predicted([[Chunk(1.0, 2.0)]] * 2), hardware=small)
+    unknown = page_of(2, 1, 4, why_not="it computes by values", hardware=small)
+    comparison = StepComparison(("one", "other"), (full, unknown), 4)
+    assert comparison.notes[:2] == [
+        "one does not fit into the memory of a GPU",
+        "other is not predicted: it computes by values",
+    ]
+    bubble = comparison.figures[3]
+    assert (bubble.name, bubble.first, bubble.second, bubble.difference) == ("Pipeline bubble", 0.25, None, None)

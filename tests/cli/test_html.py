@@ -9,12 +9,14 @@ import html5lib
 import pytest
 
 from megasched.cli.output import format_bytes
+from megasched.cli.page.compare import StepComparison
 from megasched.cli.page.html import render, write_page
 from megasched.cli.page.page import build_page
 from megasched.errors import ConfigError
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.pipeline import Chunk
-from tests.cli.pages import HOSTILE, hostile_page, page_of, predicted
+from megasched.planner.step_time import StepTime
+from tests.cli.pages import HOSTILE, TIME, hostile_page, page_of, predicted
 
 H100 = load_hardware("h100-80gb")
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|url\((?!#)|\bfetch\b|XMLHttp|WebSocket|import\(", re.IGNORECASE)
@@ -33,17 +35,28 @@ def timeline(tree):
     return json.loads(tree.find(".//script[@id='spans']").text)
 
 
+def on_h100(pp=2, total=TIME, **more):
+    """A step of ``pp`` stages, as predicted; by default of one second."""
+    return page_of(pp, 1, 4, prediction=predicted([[Chunk(1.0, 2.0)]] * pp, total), hardware=H100, **more)
+
+
+def one_stage():
+    """The same in three quarters of the time, without a bubble."""
+    return on_h100(1, StepTime(0.5, 0.25, 0.0, 0.0, 0.0), tokens=900.0)
+
+
 PAGES = {
-    "one rank": lambda: page_of(1, 1, 2),
-    "interleaved": lambda: page_of(2, 2, 4),
-    "predicted": lambda: page_of(2, 1, 4, prediction=predicted([[Chunk(1.0, 2.0)]] * 2), hardware=H100),
-    "hostile": hostile_page,
+    "one rank": lambda: render(page_of(1, 1, 2)),
+    "interleaved": lambda: render(page_of(2, 2, 4)),
+    "predicted": lambda: render(on_h100()),
+    "compared": lambda: render(on_h100(), StepComparison(("TP2 x PP2", HOSTILE), (on_h100(), one_stage()), 4)),
+    "hostile": lambda: render(hostile_page()),
 }
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_it_is_well_formed_and_loads_nothing(page):
-    text = render(PAGES[page]())
+    text = PAGES[page]()
     tree = parse(text)
     policy = tree.find(".//meta[@http-equiv='Content-Security-Policy']").get("content")
     assert policy.startswith("default-src 'none'")
@@ -108,7 +121,7 @@ def test_numbers_for_those_who_do_not_see_the_picture():
 
 def test_bars_are_in_proportion():
     """Of a rank, to the memory of a GPU; of a stage, to the largest stage."""
-    tree = parse(render(PAGES["predicted"]()))
+    tree = parse(PAGES["predicted"]())
     bars = [one for one in tree.iter("span") if one.get("class") == "bar"]
     assert [one.get("aria-label") for one in bars] == [
         "stage 0: 1.00 GiB; parameters 256.0 MiB, gradients 512.0 MiB, activations 256.0 MiB",
@@ -126,7 +139,7 @@ def test_bars_are_in_proportion():
 
 
 def test_every_colour_has_its_name():
-    tree = parse(render(PAGES["predicted"]()))
+    tree = parse(PAGES["predicted"]())
     for section in ("stages", "memory"):
         (shown,) = tree.findall(f".//section[@id='{section}']")
         colours = {i.get("class").split()[-1] for i in shown.iter("i") if "part" in i.get("class").split()}
@@ -137,8 +150,8 @@ def test_every_colour_has_its_name():
 def test_figures_stand_on_top():
     """What the planner predicts on the hardware that is named; without it nothing is guessed."""
 
-    def told(page):
-        found = parse(render(page)).find(".//dl[@class='figures']")
+    def told(text):
+        found = parse(text).find(".//dl[@class='figures']")
         return [[text_of(one) for one in div] for div in found]
 
     assert told(PAGES["predicted"]()) == [
@@ -148,17 +161,38 @@ def test_figures_stand_on_top():
         ["Peak memory of a GPU", "1.50 GiB", "fits into the 75.1 GiB for tensors"],
     ]
     unknown = ["not known", "name the hardware with --gpu"]
-    assert told(page_of(2, 1, 4)) == [
+    assert told(render(page_of(2, 1, 4))) == [
         ["Step time", *unknown],
         ["Pipeline bubble", "20.0%", "by FLOPs, without communication"],
         ["Tokens/s per GPU", *unknown],
         ["Peak memory of a GPU", "not known", ""],
     ]
-    assert told(page_of(2, 1, 4, why_not="it computes by values", hardware=H100))[0] == [
+    assert told(render(page_of(2, 1, 4, why_not="it computes by values", hardware=H100)))[0] == [
         "Step time",
         "not known",
         "it computes by values",
     ]
+
+
+def test_two_layouts_stand_side_by_side():
+    """Figure by figure, with the difference; the ranks of both on one scale, on the same page."""
+    (shown,) = parse(PAGES["compared"]()).findall(".//section[@id='compared']")
+    rows = {text_of(row[0]): [text_of(cell) for cell in row[1:]] for row in shown.find(".//tbody")}
+    assert rows == {
+        "GPUs": ["4", "2", "-2"],
+        "Micro-batches in a step": ["4", "4", "same"],
+        "Step time": ["1.00 s", "750.00 ms", "-250.00 ms (-25.0%)"],
+        "Pipeline bubble": ["25.0%", "0.0%", "-25.0 points"],
+        "Tokens/s per GPU": ["1,000", "1,200", "+200 (+20.0%)"],
+        "Peak memory of a GPU": ["1.50 GiB", "1.50 GiB", "same"],
+        "of the 75.1 GiB for tensors": ["2.0%", "2.0%", "same"],
+        # A hidden state of 128 tokens by 32 values of two bytes: forward, and its gradient, 4 micro-batches.
+        "Sent over PP, send": ["64.0 KiB", "0 B", "-64.0 KiB (-100.0%)"],
+    }
+    bars = [one.get("aria-label").split(";")[0] for one in shown.iter("span") if one.get("class") == "bar"]
+    assert bars == ["pp 0: 1.50 GiB", "pp 1: 1.50 GiB", "pp 0: 1.50 GiB"]
+    titles = [text_of(one) for one in shown.iter("h3")]
+    assert titles == ["Memory of a rank, TP2 x PP2", f"Memory of a rank, {' '.join(HOSTILE.split())}"]
 
 
 def test_layers_alike_are_one_line_in_the_tree():

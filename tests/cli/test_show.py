@@ -127,12 +127,77 @@ def test_a_step_is_predicted_on_named_hardware(run, schedule, llama, tmp_path):
     ]
 
 
+def own_figures(report):
+    """The figures of a layout from what its own ``show --json`` says."""
+    step, count = report["step"], report["step"]["microbatches"]
+    found = {"Micro-batches in a step": count, "Step time": step["step_seconds"]}
+    found["Pipeline bubble"] = step["seconds"]["waiting"] / step["step_seconds"]
+    found["Tokens/s per GPU"] = step["tokens_per_second_per_gpu"]
+    found["Peak memory of a GPU"] = max(rank["total"] for rank in step["memory_bytes"])
+    found["of the 75.1 GiB for tensors"] = found["Peak memory of a GPU"] / step["usable_bytes"]
+    for one in report["communication"]:
+        name = f"Sent over {one['group']}, {one['op']}"
+        found[name] = found.get(name, 0) + one["bytes"] * (1 if one["phase"] == "step" else count)
+    return found
+
+
+def test_two_layouts_have_the_figures_of_each(run, schedule, llama):
+    """Of as many sequences in a step, which both can run: 4 micro-batches of 2 for each of two pipeline ranks."""
+    words = ("show", "--model-schedule", schedule, "--hf-model", llama, "--gpu", "h100-80gb")
+    layouts = (
+        ["--tp", 2, "--pp", 2, "--micro-batch-size", 2],
+        ["--tp", 4, "--sp", "--dp", 3, "--use-distributed-optimizer"],
+    )
+    diff = ("--diff", " ".join(map(str, layouts[1])))
+    found = json.loads(run(*words, *layouts[0], *diff, "--json")[1])
+    assert (found["first"], found["second"]) == (
+        "TP2 x PP2 --micro-batch-size 2",
+        "TP4 x SP x DP3 --micro-batch-size 1 --use-distributed-optimizer",
+    )
+    assert found["global_batch_size"] == 48
+    figures = {one["name"]: one for one in found["figures"]}
+    first, second = (
+        own_figures(json.loads(run(*words, *layout, "--global-batch-size", 48, "--json")[1])) for layout in layouts
+    )
+    assert figures.pop("GPUs") == {"name": "GPUs", "unit": "count", "first": 4, "second": 12, "difference": 8}
+    assert figures.keys() == first.keys() | second.keys()
+    for name, figure in figures.items():
+        own = first.get(name, 0), second.get(name, 0)
+        assert (figure["first"], figure["second"]) == own, name
+        assert figure["difference"] == own[1] - own[0], name
+
+
+def test_a_page_has_both(run, schedule, llama, tmp_path):
+    path = tmp_path / "page.html"
+    words = ("show", "--model-schedule", schedule, "--hf-model", llama, "--pp", 2, "--diff", "auto")
+    assert run(*words, "--html", path)[:2] == (0, f"wrote {path}\n")
+    (text,) = re.findall(r'<section id="compared".*?</section>', path.read_text(), re.DOTALL)
+    assert '<th scope="row">Pipeline bubble</th>' in text
+    assert re.findall(r"<h3>Memory of a rank, (.*)</h3>", text) == [str(schedule), "auto"]
+
+
+@pytest.mark.parametrize(
+    ("diff", "words"),
+    [
+        ("--tp 4 --gpu h100-80gb", "No such option: --gpu"),
+        ("--tp four", "Invalid value for '--tp'"),
+        ("--tp 4 here", "unexpected extra argument(s) (here)"),
+        ("--tp '4", "No closing quotation"),
+    ],
+)
+def test_a_layout_is_described_by_its_own_flags(diff, words, run, schedule, llama):
+    status, _, err = run("show", "--model-schedule", schedule, "--hf-model", llama, "--diff", diff)
+    assert (status, words in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ("--predicted-trace", "x.json"),
         ("--global-batch-size", 8),
         ("--trace", "x.json"),
+        ("--trace", "x.json", "--html", "x", "--diff", "--tp 2"),
+        ("--global-batch-size", 8, "--diff", "auto"),
         ("--html", "x", "--json"),
     ],
 )

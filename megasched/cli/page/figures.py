@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megasched.cli.output import format_bytes, format_seconds
-from megasched.cli.page.page import Page
+from megasched.cli.page.page import Page, idle_share
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def figures(page: Page) -> list[Figure]:
     missing = "name the hardware with --gpu" if step.hardware is None else step.why_not
     where = "" if step.hardware is None else f"on {step.hardware.name}"
     if step.seconds is None or step.waiting is None or step.tokens_per_second is None:
-        bubble = Figure("Pipeline bubble", f"{_idle(page):.1%}", "by FLOPs, without communication")
+        bubble = Figure("Pipeline bubble", f"{idle_share(page):.1%}", "by FLOPs, without communication")
         times = [Figure("Step time", "not known", missing), bubble]
         times.append(Figure("Tokens/s per GPU", "not known", missing))
     else:
@@ -44,11 +44,3 @@ def figures(page: Page) -> list[Figure]:
     fits = "fits into" if step.peak_bytes <= room else "is more than"
     limit = f"{fits} the {format_bytes(room)} for tensors"
     return [*times, Figure("Peak memory of a GPU", format_bytes(step.peak_bytes), limit)]
-
-
-def _idle(page: Page) -> float:
-    """Returns the share of the predicted step in which the busiest pipeline rank does nothing."""
-    busy = [0.0] * page.report.layout.pp
-    for span in page.predicted:
-        busy[span.rank] += span.seconds
-    return 1 - max(busy) / max(span.end for span in page.predicted)

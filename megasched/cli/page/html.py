@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasched.cli.output import format_bytes, format_count
+from megasched.cli.page.compare import StepComparison
 from megasched.cli.page.figures import figures
 from megasched.cli.page.page import Page, timeline_data
 from megasched.cli.show.fold import Node, fold
@@ -51,19 +52,22 @@ class Busy:
     alive: int | None
 
 
-def write_page(page: Page, path: Path) -> None:
+def write_page(page: Page, path: Path, compared: StepComparison | None = None) -> None:
     """Writes the page whole or not at all.
+
+    Args:
+        compared: its step beside that of another layout or schedule, if the page is to have both.
 
     Raises:
         ConfigError: the file can't be written.
     """
     try:
-        write_whole(path, [render(page)])
+        write_whole(path, [render(page, compared)])
     except OSError as error:
         raise ConfigError(f"--html {path}: it can't be written: {error.strerror}") from error
 
 
-def render(page: Page) -> str:
+def render(page: Page, compared: StepComparison | None = None) -> str:
     """Returns the page as HTML; everything that comes from a model or a file is escaped."""
     import jinja2
 
@@ -82,9 +86,12 @@ def render(page: Page) -> str:
         tree=module_tree(page.report),
         grid=_grid(page),
         figures=figures(page),
-        bars=list(_memory_bars(page)),
+        bars=list(_memory_bars(page, _longest(page))),
+        compared=compared,
+        bars_of_both=_bars_of_both(compared) if compared else [],
         parts=PARTS,
-        limit=_limit_share(page),
+        limit=_limit_share(page, _longest(page)),
+        limit_of_both=_limit_share(page, _longest(*compared.pages)) if compared else None,
         stage_bars=_stage_bars(page),
         busy=list(_busy(page)),
         places=places,
@@ -119,22 +126,29 @@ def _of_ranks(page: Page) -> list[dict[str, int]]:
     return [dict(zip(PARTS, map(sum, zip(*stages, strict=True)), strict=False)) for stages in ranks]
 
 
-def _longest(page: Page) -> float:
+def _longest(*pages: Page) -> float:
     """Returns the bytes that a bar of full length stands for: a GPU's memory, where that is known."""
-    hardware = page.report.step.hardware
-    return max([hardware.usable_bytes if hardware else 1.0, *(sum(one.values()) for one in _of_ranks(page))])
+    hardware = pages[0].report.step.hardware
+    ranks = [sum(one.values()) for page in pages for one in _of_ranks(page)]
+    return max([hardware.usable_bytes if hardware else 1.0, *ranks])
 
 
-def _limit_share(page: Page) -> float | None:
+def _limit_share(page: Page, longest: float) -> float | None:
     """Returns where on the bars a GPU's memory for tensors ends, in percent; None where no hardware is named."""
     hardware = page.report.step.hardware
-    return 100 * hardware.usable_bytes / _longest(page) if hardware else None
+    return 100 * hardware.usable_bytes / longest if hardware else None
 
 
-def _memory_bars(page: Page) -> Iterator[Bar]:
-    longest = _longest(page)
+def _memory_bars(page: Page, longest: float) -> Iterator[Bar]:
     for rank, parts in enumerate(_of_ranks(page)):
         yield _bar(f"pp {rank}", parts, longest)
+
+
+def _bars_of_both(compared: StepComparison) -> list[tuple[str, list[Bar]]]:
+    """Returns the memory of the ranks of both, with their titles, on one scale."""
+    longest = _longest(*compared.pages)
+    both = zip(compared.titles, compared.pages, strict=True)
+    return [(title, list(_memory_bars(page, longest))) for title, page in both]
 
 
 def _stage_bars(page: Page) -> dict[int, Bar]:

@@ -60,6 +60,14 @@ def build_page(report: ShowReport, recorded: RecordedStep | None = None) -> Page
     return Page(report, describe_volumes(report), spans, measured, unit, notes)
 
 
+def idle_share(page: Page) -> float:
+    """Returns the share of the predicted step in which the busiest pipeline rank does nothing."""
+    busy = [0.0] * page.report.layout.pp
+    for span in page.predicted:
+        busy[span.rank] += span.seconds
+    return 1 - max(busy) / max(span.end for span in page.predicted)
+
+
 def predict_from_flops(report: ShowReport) -> list[Span]:
     """Returns a step of the report's layout, made from its stages' FLOPs; 1 is the forward of an average chunk."""
     layout = report.layout

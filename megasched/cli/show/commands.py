@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,19 @@ from megasched.cli.options import (
     layout_of,
 )
 from megasched.cli.output import print_found, report_console
+from megasched.cli.show.layout_flags import (
+    DistributedOptimizer,
+    Fp8Recipe,
+    GradReduceInBf16,
+    LayoutFlags,
+    MicroBatchSize,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeNumLayers,
+    TpCommOverlap,
+    names_layout,
+    parse_layout,
+)
 from megasched.cli.show.primitives import (
     describe_primitive,
     describe_primitives,
@@ -33,11 +46,7 @@ from megasched.cli.show.primitives import (
 )
 from megasched.imports import quiet_imports
 from megasched.json_output import json_only, print_json
-from megasched.language.parallel_dims import Fp8
 
-Fp8Recipe = Annotated[
-    str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
-]
 SeqLength = Annotated[
     int | None,
     typer.Option(
@@ -48,7 +57,11 @@ SeqLength = Annotated[
 ]
 VocabMultiple = Annotated[int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")]
 Diff = Annotated[
-    str | None, typer.Option(metavar="SCHEDULE", help="Print what this schedule does otherwise instead.")
+    str | None,
+    typer.Option(
+        metavar="OTHER",
+        help="Compare: with another schedule, or with another layout by its flags, e.g. `--diff '--tp 4 --sp'`.",
+    ),
 ]
 Records = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Save the schedule's calls, to compare or replay them.")
@@ -62,22 +75,6 @@ GlobalBatchSize = Annotated[
 Gpu = Annotated[
     str | None, typer.Option(metavar="TYPE", help="Predict a step there: a known type, or a TOML file.")
 ]
-DistributedOptimizer = Annotated[
-    bool, typer.Option("--use-distributed-optimizer", help="Shard the optimizer's state over DP and CP.")
-]
-GradReduceInBf16 = Annotated[
-    bool, typer.Option("--grad-reduce-in-bf16", help="Gradients are summed and sent in bf16.")
-]
-TpCommOverlap = Annotated[
-    bool, typer.Option("--tp-comm-overlap", help="What Megatron's layers send over TP overlaps with products.")
-]
-RecomputeGranularity = Annotated[
-    Literal["full", "selective"] | None, typer.Option(help="What a run computes again; for --html and --gpu.")
-]
-RecomputeMethod = Annotated[
-    Literal["uniform", "block"] | None, typer.Option(help="All layers, or the first ones of each stage.")
-]
-RecomputeNumLayers = Annotated[int | None, typer.Option(min=1, help="With block: how many.", show_default=False)]
 TraceFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Lay a run's --megasched-trace over it; with --html.")
 ]
@@ -111,7 +108,7 @@ def show(
     cp: Cp = 1,
     ep: Ep = 1,
     dp: Dp = 1,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 1,
+    micro_batch_size: MicroBatchSize = 1,
     fp8_recipe: Fp8Recipe = None,
     seq_length: SeqLength = None,
     make_vocab_size_divisible_by: VocabMultiple = 128,
@@ -140,37 +137,47 @@ def show(
     """
     if gpu is None and predicted_trace is not None:
         raise typer.BadParameter("--predicted-trace is for --gpu: without it times have no unit")
-    _refuse_mixed(html, gpu, global_batch_size, trace, apart=as_json or diff is not None)
-    check_named(hf_model, schedule, diff, adapter=adapter)
-    fp8 = Fp8(fp8_recipe=fp8_recipe) if fp8_recipe is not None else None
-    more = {"micro_batch_size": micro_batch_size, "fp8": fp8, "tp_comm_overlap": tp_comm_overlap}
-    layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp, **more)
+    given = LayoutFlags(
+        *(tp, sp, pp, vp, cp, ep, dp, micro_batch_size, fp8_recipe),
+        *(use_distributed_optimizer, grad_reduce_in_bf16, tp_comm_overlap),
+        *(recompute_granularity, recompute_method, recompute_num_layers),
+    )
+    against = None if diff is None else (diff, given)
+    if diff is not None and names_layout(diff):
+        against = (schedule, parse_layout(diff))
+    predicts = html is not None or gpu is not None or (against is not None and against[1] is not given)
+    _refuse_mixed(html, global_batch_size, trace, predicts=predicts, compares=diff is not None, as_json=as_json)
+    check_named(hf_model, schedule, against and against[0], adapter=adapter)
     with quiet_imports():
-        from megasched.cli.show.report_view import StepFlags, show_schedule
+        from megasched.cli.show.report_view import show_schedule
 
-    asked: Any = {"as_json": as_json, "diff": diff, "records": records, "html": html, "trace": trace}
+    asked: Any = {"as_json": as_json, "against": against, "records": records, "html": html, "trace": trace}
     asked |= {"predicted_trace": predicted_trace, "gpu": gpu, "global_batch_size": global_batch_size}
     asked |= {"overrides": hf_override or (), "trust_remote_code": trust_remote_code, "objective": objective}
     asked |= {"adapter": adapter, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
-    count = recompute_num_layers if recompute_method == "block" else None
-    flags = StepFlags(recompute_granularity, count, use_distributed_optimizer, grad_reduce_in_bf16)
-    show_schedule(schedule, hf_model, layout, sequence_length=seq_length, flags=flags, **asked)
+    show_schedule(schedule, hf_model, given, predicts=predicts, sequence_length=seq_length, **asked)
 
 
 def _refuse_mixed(
-    html: Path | None, gpu: str | None, global_batch_size: int | None, trace: Path | None, *, apart: bool
+    html: Path | None,
+    global_batch_size: int | None,
+    trace: Path | None,
+    *,
+    predicts: bool,
+    compares: bool,
+    as_json: bool,
 ) -> None:
-    """Refuses options that do not go together; ``apart`` says whether --json or --diff is among them.
+    """Refuses options that do not go together.
 
     Raises:
         BadParameter: there are such.
     """
-    if html is None and trace is not None:
-        raise typer.BadParameter("--trace is for --html")
-    if html is None and gpu is None and global_batch_size is not None:
-        raise typer.BadParameter("--global-batch-size is for --html and --gpu")
-    if html is not None and apart:
-        raise typer.BadParameter("--html writes a page of its own; leave --json and --diff out")
+    if trace is not None and (html is None or compares):
+        raise typer.BadParameter("--trace is for --html, of one layout and one schedule: leave --diff out")
+    if global_batch_size is not None and not predicts:
+        raise typer.BadParameter("--global-batch-size is for --html, --gpu, and --diff with a layout")
+    if html is not None and as_json:
+        raise typer.BadParameter("--html writes a page of its own; leave --json out")
 
 
 def explain(

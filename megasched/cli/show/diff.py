@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from megasched.cli.page.compare import StepComparison, print_comparison
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import CUT, ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
@@ -43,6 +44,7 @@ class ShowDiff:
         calls_of_first, calls_of_second: calls that only one schedule makes, layers folded.
         changes: modules with different results.
         stages: pipeline stages with different layers, and the layers of each schedule.
+        steps: the figures of a step of each; None where no step was predicted.
     """
 
     first: str
@@ -51,6 +53,7 @@ class ShowDiff:
     calls_of_second: tuple[str, ...]
     changes: tuple[Change, ...]
     stages: tuple[Change, ...]
+    steps: StepComparison | None = None
 
     @property
     def same(self) -> bool:
@@ -59,7 +62,8 @@ class ShowDiff:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the differences as plain data for JSON."""
-        return {"same": self.same, **asdict(self)}
+        steps = self.steps and self.steps.to_dict()
+        return {"same": self.same, **asdict(replace(self, steps=None)), "steps": steps}
 
 
 def compare_reports(first: ShowReport, second: ShowReport) -> ShowDiff:
@@ -161,6 +165,9 @@ def print_diff(diff: ShowDiff, console: Console) -> None:
         console.print(_change(change))
     if diff.same:
         console.print("\nboth do the same to every module")
+    if diff.steps is not None:
+        console.print()
+        print_comparison(diff.steps, console)
 
 
 def _change(change: Change) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ from rich.text import Text
 from rich.tree import Tree
 
 from megasched.cli.output import BYTES_16_BITS, format_bytes, format_count, print_found, report_console
+from megasched.cli.page.compare import StepComparison, print_comparison
 from megasched.cli.page.html import write_page
 from megasched.cli.page.page import build_page
 from megasched.cli.page.predicted_trace import write_trace
 from megasched.cli.page.recorded import recorded_step
 from megasched.cli.show.diff import compare_reports, print_diff
 from megasched.cli.show.fold import Node, fold
+from megasched.cli.show.layout_flags import LayoutFlags
 from megasched.cli.show.module_view import ModuleLines, lines, places
 from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
-from megasched.cli.show.step import step_line, step_options
+from megasched.cli.show.step import sequences_of, step_line, step_options
 from megasched.cli.show.volumes import describe_volumes, volume_table
 from megasched.json_output import json_only, print_json
-from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import save_records
 from megasched.planner.predict import StepFlags
 from megasched.printing.tables import plain_table
@@ -35,13 +36,13 @@ from megasched.trainer.evidence.compatibility import of_unchecked_options
 def show_schedule(
     schedule: str,
     hf_model: str,
-    layout: ParallelDims,
+    given: LayoutFlags,
     *,
     as_json: bool,
-    diff: str | None,
+    against: tuple[str, LayoutFlags] | None,
+    predicts: bool,
     records: Path | None,
     html: Path | None,
-    flags: StepFlags,
     gpu: str | None,
     global_batch_size: int | None,
     trace: Path | None,
@@ -51,10 +52,11 @@ def show_schedule(
     """Carries out ``megasched show``: plans one schedule or two, and prints or writes what was asked for.
 
     Args:
-        diff: another schedule to compare with.
+        given: flags of the layout, and those of the run that decide what a step costs.
+        against: another schedule, or the same at another layout, to compare with.
+        predicts: whether a step is to be predicted.
         records: file to which the schedule's calls are saved.
         html: file to which a page is written.
-        flags: flags of the run that decide what a step costs.
         gpu: a known type, or a TOML file, on which it is predicted.
         global_batch_size: sequences in a step; by default those of the trace, or a few for each pipeline rank.
         trace: file of ``--megasched-trace``, of a run at this layout.
@@ -64,27 +66,57 @@ def show_schedule(
     Raises:
         ConfigError, ScheduleError: anything that a run would refuse about model, schedule and layout.
     """
+    both = [(schedule, given), *([] if against is None else [against])]
     with json_only(as_json):
-        recorded = None if trace is None else recorded_step(trace, layout)
-        step = step_options(layout, flags, gpu, global_batch_size, recorded)
-        step = replace(step, wanted=html is not None or gpu is not None)
-        report = inspect_schedule(schedule, hf_model, layout, step=step, **options)
-        other = inspect_schedule(diff, hf_model, layout, **options) if diff is not None else None
+        recorded = None if trace is None else recorded_step(trace, given.layout)
+        if against is not None:  # a step of both is of the same sequences
+            global_batch_size = global_batch_size or sequences_of([flags.layout for _, flags in both])
+        reports = []
+        for name, flags in both:
+            step = step_options(flags.layout, _step_flags(flags), gpu, global_batch_size, recorded)
+            step = replace(step, wanted=predicts)
+            reports.append(inspect_schedule(name, hf_model, flags.layout, step=step, **options))
     if records is not None:
-        save_records(report.records, records)
+        save_records(reports[0].records, records)
     if predicted_trace is not None:
-        write_trace(report, predicted_trace)
+        write_trace(reports[0], predicted_trace)
         print(f"wrote {predicted_trace}", file=sys.stderr if as_json else sys.stdout)
+    compared = _compare(both, reports, global_batch_size) if predicts and global_batch_size else None
     if html is not None:
-        write_page(build_page(report, recorded), html)
+        write_page(build_page(reports[0], recorded), html, compared)
         print(f"wrote {html}")
-    elif other is not None:
-        print_found(compare_reports(report, other), print_diff, as_json=as_json)
-    elif as_json:
+    elif compared is not None and both[0][1] != both[1][1]:
+        print_found(compared, print_comparison, as_json=as_json)
+    elif against is not None:
+        print_found(replace(compare_reports(*reports), steps=compared), print_diff, as_json=as_json)
+    else:
+        _print_one(reports[0], as_json=as_json)
+
+
+def _print_one(report: ShowReport, *, as_json: bool) -> None:
+    if as_json:
         sent = [volume.to_dict() for volume in describe_volumes(report)]
         print_json({**report.to_dict(), "communication": sent})
     else:
         print_report(report, report_console())
+
+
+def _step_flags(flags: LayoutFlags) -> StepFlags:
+    """Returns what the flags say of a step beside its layout."""
+    count = flags.recompute_num_layers if flags.recompute_method == "block" else None
+    sharded, in_bf16 = flags.use_distributed_optimizer, flags.grad_reduce_in_bf16
+    return StepFlags(flags.recompute_granularity, count, sharded, in_bf16)
+
+
+def _compare(
+    both: Sequence[tuple[str, LayoutFlags]], reports: Sequence[ShowReport], sequences: int
+) -> StepComparison | None:
+    """Returns the steps of two layouts, or of two schedules, side by side; None of a single one."""
+    if len(both) == 1:
+        return None
+    (schedule, flags), (other_schedule, other) = both
+    titles = (schedule, other_schedule) if flags == other else (flags.title(other), other.title(flags))
+    return StepComparison(titles, (build_page(reports[0]), build_page(reports[1])), sequences)
 
 
 def print_report(report: ShowReport, console: Console) -> None:

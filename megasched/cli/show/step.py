@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import lcm
 from typing import Any
 
 from megasched.cli.output import format_seconds
@@ -151,6 +153,11 @@ def step_options(
             f"--global-batch-size {global_batch_size} have {microbatches}; leave that out to take the trace's"
         )
     return StepOptions(flags, hardware, recorded.microbatches if recorded else microbatches)
+
+
+def sequences_of(layouts: Sequence[ParallelDims]) -> int:
+    """Returns the least number of sequences in a step that gives the pipeline ranks of each layout a few."""
+    return lcm(*(MICROBATCHES_A_RANK * one.pp * one.micro_batch_size * one.data_parallel_size for one in layouts))
 
 
 def microbatches_of(layout: ParallelDims, global_batch_size: int) -> int:
