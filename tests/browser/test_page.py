@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from megasched.cli.page.html import write_page
+from megasched.cli.page.page import build_page
+from megasched.cli.show.modules import Asked
 from megasched.planner.pipeline import Chunk
 from tests.browser.chromium import Chromium
-from tests.cli.pages import HOSTILE, hostile_page, page_of, predicted
+from tests.cli.pages import HOSTILE, hostile_page, page_of, predicted, report_of
 
 pytestmark = pytest.mark.browser
 SPANS = "document.querySelectorAll('#lanes .span').length"
@@ -152,6 +155,29 @@ def test_dark_and_printed(shown, tmp_path):
     assert browser.value("document.querySelectorAll('details:not([open])').length") == 0
 
 
+def linked_page():
+    """Of one call on all layers; its line is the first of this file."""
+    report = report_of(2, 2)
+    asked = (Asked("shard", "shard()", f"{__file__}:1"),)
+    modules = [replace(one, asked=asked) if one.path.endswith("proj") else one for one in report.modules]
+    return build_page(replace(report, modules=modules, schedule="schedule.py"))
+
+
+def test_a_link_opens_what_is_folded_and_is_reached_by_keys(shown):
+    browser = shown(linked_page())
+    browser.value("document.getElementById('fold').click()")
+    browser.value("document.querySelector('#line-0-1 a').focus()")
+    for kind in ("keyDown", "keyUp"):
+        enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        browser.send("Input.dispatchKeyEvent", type=kind, **enter)
+    browser.settled()
+    there = "document.querySelector(':target')"
+    assert browser.value(f"{there}.innerText").startswith("proj Linear")
+    assert browser.value(f"{there}.checkVisibility()")
+    assert browser.value(f"getComputedStyle({there}).outlineStyle") == "solid"
+    assert browser.value(f"{there}.querySelector('a').click() ?? location.hash") == "#line-0-1"
+
+
 # Text and the ratio of its luminance to that of its ground, as WCAG has it, where the ratio is below 4.5.
 CONTRAST = """(() => {
   const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -185,8 +211,13 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(shown, scheme):
-    browser = shown(page_of(2, 2, 4, prediction=predicted([[Chunk(1.0, 2.0)] * 2] * 2)))
+@pytest.mark.parametrize("linked", [False, True])
+def test_text_stands_out_from_its_ground(shown, scheme, linked):
+    """Of a page whose chunks are predicted, and of one with a schedule whose link was followed."""
+    browser = shown(
+        linked_page() if linked else page_of(2, 2, 4, prediction=predicted([[Chunk(1.0, 2.0)] * 2] * 2))
+    )
+    browser.value("document.querySelector('#line-0-1 a')?.click()")
     browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     browser.settled()
     low = browser.value(CONTRAST)

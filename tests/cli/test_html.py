@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import html5lib
 import pytest
@@ -12,11 +14,12 @@ from megasched.cli.output import format_bytes
 from megasched.cli.page.compare import StepComparison
 from megasched.cli.page.html import render, write_page
 from megasched.cli.page.page import build_page
+from megasched.cli.show.modules import Asked, ModuleReport
 from megasched.errors import ConfigError
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.pipeline import Chunk
 from megasched.planner.step_time import StepTime
-from tests.cli.pages import HOSTILE, TIME, hostile_page, page_of, predicted
+from tests.cli.pages import HOSTILE, TIME, hostile_page, page_of, predicted, report_of
 
 H100 = load_hardware("h100-80gb")
 OUTSIDE = re.compile(r"(?:https?:)?//|@import|url\((?!#)|\bfetch\b|XMLHttp|WebSocket|import\(", re.IGNORECASE)
@@ -218,6 +221,54 @@ def test_a_page_of_a_real_model(inspect, tmp_path):
         "model.norm",
     ):
         assert word in text
+
+
+def test_modules_and_lines_of_the_schedule_lead_to_each_other(inspect, write):
+    """Each link has its way back; a comment is only text; a file that is gone has no links."""
+    cut = 'sch["model.layers.0"].cut_pipeline_stage()'
+    report = inspect(f"# {HOSTILE}", cut, tp=2, pp=2)
+    text = render(build_page(report))
+    tree = parse(text)
+    ids = {one.get("id"): one for one in tree.iter() if one.get("id")}
+    assert "owned" not in ids
+    lines = {key: text_of(one[1]) for key, one in ids.items() if key.startswith("line-")}
+    source = Path(write(f"# {HOSTILE}", cut)).read_text()
+    assert list(lines.values()) == [" ".join(line.split()) for line in source.splitlines()]
+
+    def links(element):
+        return [(one.get("href").removeprefix("#"), text_of(one)) for one in element.iter("a")]
+
+    there = {
+        (key, target) for key, one in ids.items() for target, _ in links(one) if re.match(r"module-|stage-\d", key)
+    }
+    back = {(target, key) for key in lines for target, _ in links(ids[key])}
+    assert there == back
+    folds = [f"model.layers.0-3.self_attn.{name}_proj" for name in "qkv"]
+    assert [name for _, name in links(ids["line-0-5"])] == folds
+    for target, _ in links(ids["line-0-5"]):
+        assert (links(ids[target])) == [("line-0-5", "mysched.py:5")]
+    assert links(ids["line-0-12"]) == [("stage-0", "stage 0")]
+    assert not links(ids["line-0-1"])
+    Path(report.records[0].source.rpartition(":")[0]).unlink()
+    gone = parse(render(build_page(report)))
+    assert "mysched.py:5" in text_of(gone)
+    assert gone.find(".//section[@id='schedule']") is None
+
+
+def test_layers_as_others_have_the_lines_of_all_inside():
+    """Such a line stands for modules that are not shown, and a link back must lead somewhere."""
+    asked = (Asked("checkpoint", "checkpoint()", f"{__file__}:1"),)
+    report = report_of(2, 1)
+    inside = [
+        ModuleReport(f"layers.{layer}.mlp{name}", "Module", "Module", asked=asked if name else ())
+        for layer in (0, 1)
+        for name in ("", ".proj")
+    ]
+    changed = [replace(one, recompute=one.path == "layers.1") for one in report.modules] + inside
+    tree = parse(render(build_page(replace(report, modules=changed, schedule="file.py"))))
+    (first,) = [one for one in tree.iter("tr") if one.get("id") == "line-0-1"]
+    assert [text_of(one) for one in first.iter("a")] == ["layers.0.mlp.proj", "layers.1.mlp"]
+    assert "mlp as in layers.0 test_html.py:1" in text_of(tree.find(".//ul[@class='tree']"))
 
 
 def test_where_it_can_not_be_written(tmp_path):

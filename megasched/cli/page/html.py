@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megasched.cli.output import format_bytes, format_count
 from megasched.cli.page.compare import StepComparison
 from megasched.cli.page.figures import figures
 from megasched.cli.page.page import Page, timeline_data
+from megasched.cli.page.sources import Link, links_of, source_files
 from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import classes, lines, places
 from megasched.cli.show.report import AUTO, ShowReport
@@ -80,10 +82,14 @@ def render(page: Page, compared: StepComparison | None = None) -> str:
     )
     environment.filters["count"] = format_count
     environment.filters["bytes"] = format_bytes
+    tree = module_tree(page.report)
+    files = source_files(_changed(page.report, tree))
     return environment.get_template(TEMPLATE).render(
         page=page,
         report=page.report,
-        tree=module_tree(page.report),
+        tree=tree,
+        files=files,
+        line_links=links_of(files),
         grid=_grid(page),
         figures=figures(page),
         bars=list(_memory_bars(page, _longest(page))),
@@ -202,47 +208,80 @@ class TreeLine:
     """Represents a line of the module tree: one module, or several that are treated alike.
 
     Attributes:
+        id: what a link to it names.
+        path: its path; of several layers, with their indices; empty for the model itself.
         name: name in the tree; empty for the model itself.
         members: number of layers that the line stands for; 0 for one module.
         kind: how its weight is placed on the TP ranks.
         classes: class in the definition, and what becomes of it.
-        sources: lines of the schedule that ask for something of it.
+        sources: ``file:line`` of the calls of the schedule that ask for something of it.
         facts: other facts, a line for each.
         children: the lines below it.
     """
 
+    id: str
+    path: str
     name: str
     members: int
     kind: str
     classes: str
-    sources: str
+    sources: list[str]
     facts: list[str]
     children: list[TreeLine] = field(default_factory=list)
+
+    def walk(self) -> Iterator[TreeLine]:
+        """Yields the line and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
 
 def module_tree(report: ShowReport) -> TreeLine:
     """Returns the module tree of a report, at its full depth."""
-    return _line(fold(report.modules), "", show_sources=report.schedule != AUTO)
+    return _line(fold(report.modules), "", "", count(), show_sources=report.schedule != AUTO)
 
 
-def _line(node: Node, beside: str, *, show_sources: bool) -> TreeLine:
+def _line(node: Node, beside: str, around: str, numbers: Iterator[int], *, show_sources: bool) -> TreeLine:
     """Returns the line of a node, with the lines below it.
 
     Args:
         beside: name of the list that contains the node, for a fold of its members.
+        around: path of the module that contains it.
+        numbers: yields a number for each line.
     """
     first = node.reports[0]
     listed = bool(node.children) and all(child.members for child in node.children)
     name = f"{beside}.{node.name}" if node.members else node.name
+    path = f"{around}.{node.name}" if around else node.name
+    known = f"module-{next(numbers)}", path, name
     if node.like and node.children:
-        return TreeLine(name, 0, first.kind, f"as in {beside}.{node.like}", "", [])
+        sources = list(dict.fromkeys(_sources_inside(node))) if show_sources else []
+        return TreeLine(*known, 0, first.kind, f"as in {beside}.{node.like}", sources, [])
     below = node.name if listed else beside
     return TreeLine(
-        name,
+        *known,
         node.members if node.members > 1 else 0,
         first.kind,
         classes(first),
-        places(node.sources) if show_sources and not listed else "",
+        node.sources if show_sources else [],
         lines(first),
-        [_line(child, below, show_sources=show_sources) for child in node.children],
+        [_line(child, below, path, numbers, show_sources=show_sources) for child in node.children],
     )
+
+
+def _sources_inside(node: Node) -> Iterator[str]:
+    yield from node.sources
+    for child in node.children:
+        yield from _sources_inside(child)
+
+
+def _changed(report: ShowReport, tree: TreeLine) -> dict[str, list[Link]]:
+    """Returns the lines of the tree and the stages that each call changed, by its ``file:line``."""
+    found: dict[str, list[Link]] = {}
+    for line in tree.walk():
+        for source in line.sources:
+            found.setdefault(source, []).append(Link(line.id, line.path or report.model))
+    for stage in report.stages:
+        if stage.cut_at and report.schedule != AUTO:
+            found.setdefault(stage.cut_at, []).append(Link(f"stage-{stage.stage}", f"stage {stage.stage}"))
+    return found

@@ -128,6 +128,14 @@
   const fold = (open) => document.querySelectorAll(".tree details").forEach((one, number) => { one.open = open || number === 0; });
   press("unfold", () => fold(true));
   press("fold", () => fold(false));
+  // A link may lead into what is folded.
+  function reveal() {
+    const target = document.getElementById(location.hash.slice(1));
+    for (let one = target?.closest("details"); one; one = one.parentElement.closest("details")) one.open = true;
+    target?.scrollIntoView({ block: "nearest" });
+  }
+  addEventListener("hashchange", reveal);
+  reveal();
   addEventListener("beforeprint", () => { document.querySelectorAll("details").forEach((one) => { one.open = true; }); draw(); });
   new ResizeObserver(() => show(...view)).observe(chart);
   draw();
