@@ -131,6 +131,15 @@ def plan_time(data: dict[str, Any]) -> list[str]:
     return _table(["shape", "GPUs", "largest CP", "layouts that fit", cores, "CPU time", "memory"], rows)
 
 
+def start_up(data: dict[str, Any]) -> list[str]:
+    torch = data["start_up"]["import torch"]["median"]
+    rows = [
+        [f"`{name}`", f"{taken['median']:.1f} s", f"{taken['median'] / torch:.2f}"]
+        for name, taken in data["start_up"].items()
+    ]
+    return _table(["", "CPU time", "of that of `import torch`"], rows)
+
+
 def tune_replay(data: dict[str, Any]) -> list[str]:
     rows = []
     for name, found in data["replays"].items():
@@ -187,6 +196,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tokens_per_second": contenders,
     "configurations": memory_plan,
     "plans": plan_time,
+    "start_up": start_up,
     "rows": construction,
     "primitives": primitives,
     "ratio_median": step_time,

@@ -7,8 +7,9 @@ import sys
 import warnings
 
 import pytest
+import torch
 
-from megasched.imports import quiet_run
+from megasched.imports import command_imports, quiet_run
 
 WARN = "import warnings; warnings.warn('Apex is not installed. Falling back'); warnings.warn('mine')"
 
@@ -25,3 +26,13 @@ def test_spawned_processes_are_as_quiet_unless_their_user_wants_it_otherwise(mon
     assert len(lines) == len(said)
     for line, words in zip(lines, said, strict=True):
         assert words in line
+
+
+def test_a_command_imports_functions_uncompiled():
+    def function(x):
+        return x
+
+    before = torch.compile
+    with command_imports():
+        assert torch.compile(function) is torch.compile(dynamic=True)(function) is function
+    assert torch.compile is before

@@ -26,7 +26,7 @@ from megasched.cli.show.commands import explain, primitives, show
 from megasched.cli.status import status
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
-from megasched.imports import quiet_imports
+from megasched.imports import command_imports
 from megasched.json_output import json_only
 from megasched.reading.files import printable
 
@@ -134,7 +134,7 @@ def doctor(as_json: Json = False) -> None:
 
     The exit status is 0 when a run can start here.
     """
-    with quiet_imports(), json_only(as_json):
+    with command_imports(), json_only(as_json):  # a diagnosis consists of imports, most of all
         from megasched.cli.doctor import diagnose, print_diagnosis
 
         diagnosis = diagnose()

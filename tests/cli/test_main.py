@@ -55,6 +55,20 @@ def test_light_commands_and_trivial_errors_import_nothing_heavy(argv, status):
     assert done.returncode == status
 
 
+def test_commands_do_without_the_compiler(monkeypatch):
+    """Importing it takes seconds, and Megatron does where it is imported."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # else torch does without it in any case
+    code = (
+        "import sys; from megasched.cli import main\n"
+        "try: main.main()\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=True)
+    imported = set(done.stderr.split())
+    assert "megatron.training.arguments" in imported
+    assert "torch._inductor.compile_fx" not in imported
+
+
 def test_help_is_quick():
     times = []
     for _ in range(3):

@@ -28,7 +28,7 @@ from megasched.cli.options import (
 )
 from megasched.cli.output import print_found, report_console
 from megasched.definition.objectives import find_objective
-from megasched.imports import quiet_imports
+from megasched.imports import command_imports
 from megasched.json_output import json_only, print_json
 
 
@@ -62,7 +62,7 @@ def verify(
     """
     check_named(hf_model, schedule, adapter=adapter)
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
-    with quiet_imports():
+    with command_imports():
         from megasched.verify.report.verification import print_verification
         from megasched.verify.verify import certify, verify_schedule
 
@@ -108,7 +108,7 @@ def new_adapter(
     compared with the plain Hugging Face model. The exit status is 0 when all are equal, or nothing was checked.
     """
     check_named(hf_model)
-    with quiet_imports():
+    with command_imports():
         from megasched.cli.check.new_adapter import print_new_adapter
         from megasched.verify.new_adapter import new_adapter as proposing
 
@@ -139,7 +139,7 @@ def archs(
     as_json: Json = False,
 ) -> None:
     """Print which architectures are known to compute what HF computes, at which layouts."""
-    with quiet_imports():
+    with command_imports():
         from megasched.cli.check import archs as report
         from megasched.verify.matrix import check_here
 

@@ -10,7 +10,7 @@ import typer
 
 from megasched.cli.options import Adapter, HfModel, HfOverride, Json, ModelSchedule, TrustRemoteCode, check_named
 from megasched.errors import ConfigError
-from megasched.imports import quiet_imports
+from megasched.imports import command_imports, quiet_imports
 from megasched.planner.hardware.hardware import load_hardware
 
 
@@ -70,7 +70,7 @@ def plan(
     """
     load_hardware(gpu)
     check_named(hf_model, schedule, adapter=adapter)
-    with quiet_imports():
+    with command_imports():
         from megasched.cli.search.plan import plan_command
 
     found = plan_command(

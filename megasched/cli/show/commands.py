@@ -44,7 +44,7 @@ from megasched.cli.show.primitives import (
     describe_primitives,
     print_primitives,
 )
-from megasched.imports import quiet_imports
+from megasched.imports import command_imports
 from megasched.json_output import json_only, print_json
 
 SeqLength = Annotated[
@@ -148,7 +148,7 @@ def show(
     predicts = html is not None or gpu is not None or (against is not None and against[1] is not given)
     _refuse_mixed(html, global_batch_size, trace, predicts=predicts, compares=diff is not None, as_json=as_json)
     check_named(hf_model, schedule, against and against[0], adapter=adapter)
-    with quiet_imports():
+    with command_imports():
         from megasched.cli.show.report_view import show_schedule
 
     asked: Any = {"as_json": as_json, "against": against, "records": records, "html": html, "trace": trace}
@@ -209,7 +209,7 @@ def explain(
     """
     check_named(hf_model, schedule, adapter=adapter)
     layout = layout_of(tp, sp, pp, cp, ep)
-    with quiet_imports():
+    with command_imports():
         from megasched.cli.show.explain import explain_schedule, print_explanation
 
     with json_only(as_json):
