@@ -8,13 +8,15 @@ MAPPED = {
     "megasched.patches": "patches",
     "megasched.launch": "launch",
 }
+# Files beside the packages, which commands find from there: `quickstart` trains under one of these schedules.
+DATA = {"megasched.examples.schedules": "examples/schedules"}
 
 
 def packages() -> list[str]:
     found = ["megasched", *(f"megasched.{name}" for name in find_packages("megasched"))]
     for package, folder in MAPPED.items():
         found += [package, *(f"{package}.{name}" for name in find_packages(folder))]
-    return found
+    return [*found, *DATA]
 
 
-setup(packages=packages(), package_dir={"megasched": "megasched", **MAPPED})
+setup(packages=packages(), package_dir={"megasched": "megasched", **MAPPED, **DATA})

@@ -9,13 +9,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import megasched
 
@@ -27,6 +32,7 @@ FOLDERS = {
     "patches": "megasched/patches",
     "launch": "megasched/launch",
     "model_adapters": "megasched/model_adapters",
+    "examples/schedules": "megasched/examples/schedules",
 }
 
 
@@ -105,11 +111,13 @@ def test_the_wheel_is_imported_where_it_is_installed(installed, tmp_path):
     script = (
         "import megasched, megasched.patches, megasched.launch, megasched.model_adapters as adapters\n"
         "from megasched.launch import bundled_script\n"
-        "print(megasched.__file__, adapters.__file__, bundled_script('pretrain_gpt.py'), sep='\\n')\n"
+        "from megasched.launch.quickstart.run_plan import default_schedule\n"
+        "used = bundled_script('pretrain_gpt.py'), default_schedule()\n"
+        "print(megasched.__file__, adapters.__file__, *used, sep='\\n')\n"
         "print(*megasched.list_primitives(name_only=True))\n"
     )
     *files, primitives = run_in(tmp_path, installed / "python", "-c", script).splitlines()
-    assert all(file.startswith(str(installed.parent)) for file in files)
+    assert all(file.startswith(str(installed.parent)) and Path(file).is_file() for file in files)
     assert "shard" in primitives.split()
 
 
@@ -142,6 +150,33 @@ def test_the_commands_run_without_a_checkout(installed, tmp_path):
     proposed = run_in(tmp_path, program, "new-adapter", "--hf-model", "quickstart/model")
     assert "No adapter is needed" in proposed
     assert "| `llama` |" in run_in(tmp_path, program, "archs", "--markdown")
+
+
+def test_uv_locks_what_is_declared_in_the_versions_that_are_pinned():
+    locked = {one["name"]: one for one in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    lines = (line.partition("#")[0] for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pinned = {
+        canonicalize_name(name): wanted for name, _, wanted in (line.strip().partition("==") for line in lines)
+    }
+    # What serves the tests alone is pinned, too, and not declared; what needs a GPU is declared and not pinned.
+    both = pinned.keys() & locked.keys()
+    assert len(both) > 100
+    assert {name: locked[name]["version"] for name in both} == {name: pinned[name] for name in both}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [Requirement(text) for text in project["dependencies"]]
+    declared += [Requirement(f"{text}; extra == '{extra}'") for extra, texts in extras.items() for text in texts]
+    metadata = locked["megasched"]["metadata"]
+    assert sorted(metadata["provides-extras"]) == sorted(extras)
+    assert Counter(map(_as_locked, declared)) == Counter(
+        (one["name"], SpecifierSet(one.get("specifier", "")), one.get("marker", ""))
+        for one in metadata["requires-dist"]
+    )
+
+
+def _as_locked(declared: Requirement) -> tuple[str, SpecifierSet, str]:
+    marker = "" if declared.marker is None else str(declared.marker).replace('"', "'")
+    return canonicalize_name(declared.name), declared.specifier, marker
 
 
 def test_the_editable_install_is_this_tree():

@@ -95,9 +95,8 @@ def write_model(folder: Path) -> None:
 
 
 def default_schedule() -> str:
-    """Returns the example schedule for Llama where the source tree is at hand, otherwise ``auto``."""
-    example = Path(__file__).resolve().parents[2] / "examples" / "schedules" / "llama.py"
-    return str(example) if example.is_file() else "auto"
+    """Returns the example schedule for Llama, which lies in the source tree as in the installed package."""
+    return str(Path(__file__).resolve().parents[2] / "examples" / "schedules" / "llama.py")
 
 
 def training_command(
