@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -27,7 +27,7 @@ from megasched.launch.quickstart.corpus import prepare_corpus, write_tokenizer
 from megasched.launch.quickstart.run_plan import Plan
 from megasched.launch.status.training_log import TrainingLog
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
-from megasched.printing.shell_command import shell_command
+from megasched.printing.shell_command import python, shell_command, short_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +37,7 @@ DEFAULT_ITERS = 300
 # In Python, as it is without megasched.
 GENERATE = (
     "from transformers import pipeline; "
-    "print(pipeline('text-generation', {folder!r})('import os', max_new_tokens=200)[0]['generated_text'])"
+    'print(pipeline("text-generation", {folder})("import os", max_new_tokens=200)[0]["generated_text"])'
 )
 
 
@@ -193,23 +193,23 @@ def _train(
 
 
 def _next_commands(plan: Plan, run_folder: Path, schedule: str, iters: int) -> list[tuple[str, str]]:
-    train, model = run_folder / "train.sh", run_folder.parent / "model"
-    resume = ["bash", str(train), "--load", str(run_folder / "checkpoints"), "--train-iters", str(iters + 50)]
+    run, model = short_path(run_folder), short_path(run_folder.parent / "model")
+    resume = ["bash", f"{run}/train.sh", "--load", f"{run}/checkpoints", "--train-iters", str(iters + 50)]
     # The learning rate's course is as long as the run, and Megatron asks whether a longer one is meant.
     resume += ["--override-opt-param-scheduler", *run_plan.other_layout_flags(plan)]
     return [
         ("go on from the checkpoint" + ", at another layout" * (plan.ranks > 1), shlex.join(resume)),
         (
             "the trained weights as a Hugging Face folder",
-            shell_command("export", "--load", str(run_folder / "checkpoints"), "--output", str(run_folder / "hf")),
+            shell_command("export", "--load", f"{run}/checkpoints", "--output", f"{run}/hf"),
         ),
         (
             "and a text by them",
-            shlex.join([sys.executable, "-c", GENERATE.format(folder=str(run_folder / "hf"))]),
+            shlex.join([python(), "-c", GENERATE.format(folder=json.dumps(f"{run}/hf"))]),
         ),
         (
             "what the schedule does to the model",
-            shell_command("show", "--model-schedule", schedule, "--hf-model", str(model)),
+            shell_command("show", "--model-schedule", short_path(schedule), "--hf-model", model),
         ),
         (
             "your own model folder: its config and weights instead of random ones; the rest is in train.sh",

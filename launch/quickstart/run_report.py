@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.errors import MegaschedError
 from megasched.launch.status.training_log import Iteration, TrainingLog
+from megasched.printing.shell_command import short_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,8 +136,8 @@ def result_table(summary: Summary, *, total_seconds: float, checkpoints: Path, c
         table.add_row(f"validation loss, iteration {iteration}", f"{loss:.3f} nats per byte")
     table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
     table.add_row("time", f"{summary.train_seconds:.0f} s training, {total_seconds:.0f} s in all")
-    table.add_row("loss curve", str(curve))
-    table.add_row("checkpoint", str(checkpoints))
+    table.add_row("loss curve", short_path(curve))
+    table.add_row("checkpoint", short_path(checkpoints))
     return table
 
 

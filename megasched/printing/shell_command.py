@@ -9,10 +9,15 @@ import sys
 from pathlib import Path
 
 
-def python() -> str:
-    """Returns the interpreter that runs, relative to the working directory where it lies below it."""
-    path, here = Path(sys.executable), Path.cwd()
+def short_path(path: str | Path) -> str:
+    """Returns an absolute path relative to the working directory where it lies below it; else as it is."""
+    path, here = Path(path), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def python() -> str:
+    """Returns the interpreter that runs, as a short path."""
+    return short_path(sys.executable)
 
 
 def program() -> list[str]:

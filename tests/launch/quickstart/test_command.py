@@ -1,5 +1,6 @@
 """The quickstart's main, with the training itself replaced by a few lines of output."""
 
+import re
 import shlex
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 from megasched.launch.quickstart import command as quickstart
 from megasched.launch.quickstart import run_plan
 from megasched.launch.quickstart.corpus import Corpus
-from megasched.printing.shell_command import shell_command
+from megasched.printing.shell_command import python, shell_command
 from tests.launch.status.test_training_log import line
 
 OUTPUT = line(1, 900.0, 5.6) + line(2, 700.0, 5.5) + line(3, 500.0, 5.2)
@@ -41,20 +42,24 @@ def test_dry_run_prints_the_command_and_trains_nothing(tmp_path, capsys):
 
 
 def test_a_run_ends_with_table_curve_and_next_commands(tmp_path, capsys, monkeypatch):
+    """With paths as whoever typed the command would write them."""
     train_by(monkeypatch, f"print({OUTPUT!r})")
-    assert quickstart.main(["--dir", str(tmp_path / "q")]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert quickstart.main(["--dir", "q"]) == 0
     out = capsys.readouterr().out
-    run = tmp_path / "q" / "run-1"
+    run = "q/run-1"
     assert "5.600 nats per byte" in out
+    assert re.search(r"loss curve +│ q/run-1/loss.png ", out)
     assert f"bash {run}/train.sh --load {run}/checkpoints --train-iters" in out
     assert shell_command("show", "--model-schedule") in out
     assert shell_command("export", "--load", f"{run}/checkpoints", "--output", f"{run}/hf") in out
     assert (
-        f"from transformers import pipeline; print(pipeline('\"'\"'text-generation'\"'\"', '\"'\"'{run}/hf" in out
+        f"""{python()} -c 'from transformers import pipeline; print(pipeline("text-generation", "{run}/hf")"""
+        in out
     )
     assert f"{shell_command('launch', 'torchrun')} --gpus-per-node N -- pretrain_gpt.py" in out
-    assert (run / "loss.png").stat().st_size > 1000
-    assert (run / "train.log").read_text().startswith(OUTPUT)
+    assert (tmp_path / run / "loss.png").stat().st_size > 1000
+    assert (tmp_path / run / "train.log").read_text().startswith(OUTPUT)
 
 
 def test_runs_do_not_overwrite_each_other(tmp_path, monkeypatch):
