@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, did_you_mean
 from megasched.launch.slurm.script import SlurmJob
 from megasched.launch.torchrun.script import TorchrunJob
 from megasched.planner.hardware.hardware import GIB, Hardware, load_hardware
@@ -56,10 +56,9 @@ def check_waived(names: Collection[str]) -> None:
     """
     for name in names:
         if name not in CHECKS:
-            close = get_close_matches(name, CHECKS)
-            hint = f"did you mean {close[0]}? " if close else ""
+            meant = did_you_mean(get_close_matches(name, CHECKS)) or "."
             told = "; ".join(f"{check}: {what}" for check, what in CHECKS.items())
-            raise ConfigError(f"--waive {name}: there is no such check; {hint}There are {told}")
+            raise ConfigError(f"--waive {name}: there is no such check{meant} There are {told}")
 
 
 def check(

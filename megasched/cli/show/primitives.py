@@ -54,7 +54,7 @@ def describe_primitive(name: str) -> PrimitiveReport:
         names = list_primitives(name_only=True)
         known = [*names, *(alias for other in names for alias in get_primitive(other).aliases)]
         close = difflib.get_close_matches(name, known, n=3)
-        raise ConfigError(f"no primitive {name!r}{did_you_mean(close)} There are: {', '.join(names)}")
+        raise ConfigError(f"no primitive {name!r}{did_you_mean(close) or '.'} There are: {', '.join(names)}")
     primitive = get_primitive(name)
     summary = (inspect.getdoc(primitive) or "").partition("\n")[0]
     return PrimitiveReport(primitive.name, primitive.aliases, call_of(primitive), summary, document(primitive))
