@@ -29,7 +29,7 @@ from megasched.analysis.tp.replay import Rank
 from megasched.analysis.tp.size_check import columns_of_unproven_sizes
 from megasched.analysis.trials.gradient_scale import why_by_scale
 from megasched.analysis.trials.later_calls import why_calls_differ
-from megasched.analysis.trials.stand_ins import sizes_read, why_seen
+from megasched.analysis.trials.stand_ins import Trace, sizes_read, trace_of_own, why_seen
 from megasched.analysis.trials.ways import (
     TRIAL,
     Gathered,
@@ -75,6 +75,7 @@ class AnalysisCache:
         self._counted: bool | None = None
         self._unproven: dict[Hashable, set[str]] = {}
         self._flops: dict[Hashable, ForwardFlops] = {}
+        self._trace: Trace | None = None
         self._probe: nn.Module | None = None  # of the last run; that of any would do
 
     @collector_paused()
@@ -117,6 +118,7 @@ class AnalysisCache:
     def let_go(self, structure: LayerStack | None) -> None:
         """Drops all tapes, the structure's too: training has no use for them once the results are there."""
         self._tapes.clear()
+        self._trace = None
         if structure is not None:
             structure.take_tape()
 
@@ -147,7 +149,8 @@ class AnalysisCache:
     ) -> list[Problem]:
         """Lists the problem that ``stand_ins.why_seen`` finds; empty where there is none."""
         return self._once(
-            ("seen", regions, *replaced), partial(why_seen, model, inputs, replaced, regions=regions)
+            ("seen", regions, *replaced),
+            partial(why_seen, model, inputs, self._own_trace(model, inputs), replaced, regions=regions),
         )
 
     @collector_paused()
@@ -157,8 +160,16 @@ class AnalysisCache:
         """Returns the paths that ``stand_ins.sizes_read`` finds."""
         key = tuple((path, *sizes.items()) for path, sizes in shapes.items())
         if key not in self._sizes_read:
-            self._sizes_read[key] = sizes_read(model, inputs, shapes)
+            self._sizes_read[key] = sizes_read(model, inputs, self._own_trace(model, inputs), shapes)
         return self._sizes_read[key]
+
+    def _own_trace(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Trace]:
+        def own() -> Trace:
+            if self._trace is None:
+                self._trace = trace_of_own(model, inputs)
+            return self._trace
+
+        return own
 
     @collector_paused()
     def why_by_scale(

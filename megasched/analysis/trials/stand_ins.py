@@ -9,7 +9,7 @@ for a class, or reads the size of a weight.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
@@ -35,15 +35,32 @@ _REMEDY = "have the code reach its modules and parameters by the names of attrib
 
 # Identity of a parameter -> its name, and itself, as no other tensor may get that identity.
 type _Gone = dict[int, tuple[str, torch.Tensor]]
+# What a call has done; or the problem with code that does what no trial can follow.
+type Trace = list[Done] | Problem
+
+
+def trace_of_own(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
+    """Returns what a call of the model does whose modules and parameters are its own, to be compared with.
+
+    Args:
+        inputs: arguments of its forward in a trial.
+    """
+    return _traced(meta_copy(model), to_meta(dict(inputs)), _names(model))
 
 
 def why_seen(
-    model: nn.Module, inputs: Mapping[str, Any], replaced: Iterable[str], *, regions: bool
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    own: Callable[[], Trace],
+    replaced: Iterable[str],
+    *,
+    regions: bool,
 ) -> Problem | None:
     """Returns the problem with code that does something else where stand-ins replace its modules, or None.
 
     Args:
         inputs: arguments of its forward in a trial.
+        own: returns the result of ``trace_of_own``.
         replaced: paths of the linears and embeddings that are other modules in a run.
         regions: whether a module's call may begin and end a region, as a call nested inside of it would, too.
     """
@@ -53,39 +70,43 @@ def why_seen(
         name, path = table
         what = f"its code looks up a module or a parameter in {name}, and a run has others"
         return Problem(what, path, remedy="keep what is looked up on the module, as an attribute")
-    inputs = to_meta(dict(inputs))
-    gone = _names(model)
-    first = _traced(meta_copy(model), inputs, gone)
+    first = own()
     if isinstance(first, Problem):
         return first
+    inputs = to_meta(dict(inputs))
     if regions and (problem := _why_not_in_turn(meta_copy(model), inputs)) is not None:
         return problem
     probe = meta_copy(model)
-    gone |= _names(probe)
+    gone = _names(model) | _names(probe)
     put_stand_ins(probe, {path: {} for path in replaced})
     return _compared(first, probe, inputs, gone)
 
 
 def sizes_read(
-    model: nn.Module, inputs: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    own: Callable[[], Trace],
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> set[str]:
     """Returns the paths of linears and embeddings whose weight's size other code reads and depends on.
 
     Args:
         inputs: arguments of its forward in a trial.
+        own: returns the result of ``trace_of_own``; where that is a problem, ``why_seen`` has it.
         shapes: path -> name of a parameter -> its shape on a rank.
     """
     if all_stock(model) or not shapes:
         return set()
-    inputs = to_meta(dict(inputs))
-    first = _traced(meta_copy(model), inputs, {})
+    first = own()
+    if isinstance(first, Problem):
+        return set()
     probe = meta_copy(model)
     put_stand_ins(probe, shapes)
     read = _SizesRead(
         {id(p): path for path in shapes for p in probe.get_submodule(path).parameters(recurse=False)}
     )
     with read:
-        problem = first if isinstance(first, Problem) else _compared(first, probe, inputs, {}, own_code=shapes)
+        problem = _compared(first, probe, to_meta(dict(inputs)), {}, own_code=shapes)
     return read.paths if problem is not None else set()
 
 
@@ -135,7 +156,7 @@ def _compared(
     return None if path is None else Problem(f"{what}as in a run", path, remedy=_REMEDY)
 
 
-def _traced(probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> list[Done] | Problem:
+def _traced(probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> Trace:
     try:
         with undisturbed(probe), _Alterations(), process_not_asked():
             return traced_call(probe, inputs, partial(_refuse_gone, gone))

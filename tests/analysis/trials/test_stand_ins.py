@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megasched.analysis.trials.stand_ins import sizes_read, why_seen
+from megasched.analysis.trials import stand_ins
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
@@ -27,6 +27,15 @@ INPUTS = {"x": torch.empty(1, 2, 4, device="meta")}
 TABLE: dict[object, float] = {}
 WEAK: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 REGISTRY: list[nn.Module] = []
+
+
+def why_seen(model, inputs, replaced, *, regions):
+    own = partial(stand_ins.trace_of_own, model, inputs)
+    return stand_ins.why_seen(model, inputs, own, replaced, regions=regions)
+
+
+def sizes_read(model, inputs, shapes):
+    return stand_ins.sizes_read(model, inputs, partial(stand_ins.trace_of_own, model, inputs), shapes)
 
 
 class Code(nn.Module):
