@@ -29,7 +29,7 @@ from megasched.analysis.tp.replay import Rank
 from megasched.analysis.tp.size_check import columns_of_unproven_sizes
 from megasched.analysis.trials.gradient_scale import why_by_scale
 from megasched.analysis.trials.later_calls import why_calls_differ
-from megasched.analysis.trials.stand_ins import Trace, sizes_read, trace_of_own, why_seen
+from megasched.analysis.trials.stand_ins import Trace, sizes_read, trace_unaltered, why_seen
 from megasched.analysis.trials.ways import (
     TRIAL,
     Gathered,
@@ -150,7 +150,7 @@ class AnalysisCache:
         """Lists the problem that ``stand_ins.why_seen`` finds; empty where there is none."""
         return self._once(
             ("seen", regions, *replaced),
-            partial(why_seen, model, inputs, self._own_trace(model, inputs), replaced, regions=regions),
+            partial(why_seen, model, inputs, self._unaltered_trace(model, inputs), replaced, regions=regions),
         )
 
     @collector_paused()
@@ -160,16 +160,16 @@ class AnalysisCache:
         """Returns the paths that ``stand_ins.sizes_read`` finds."""
         key = tuple((path, *sizes.items()) for path, sizes in shapes.items())
         if key not in self._sizes_read:
-            self._sizes_read[key] = sizes_read(model, inputs, self._own_trace(model, inputs), shapes)
+            self._sizes_read[key] = sizes_read(model, inputs, self._unaltered_trace(model, inputs), shapes)
         return self._sizes_read[key]
 
-    def _own_trace(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Trace]:
-        def own() -> Trace:
+    def _unaltered_trace(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Trace]:
+        def trace() -> Trace:
             if self._trace is None:
-                self._trace = trace_of_own(model, inputs)
+                self._trace = trace_unaltered(model, inputs)
             return self._trace
 
-        return own
+        return trace
 
     @collector_paused()
     def why_by_scale(

@@ -39,7 +39,7 @@ type _Gone = dict[int, tuple[str, torch.Tensor]]
 type Trace = list[Done] | Problem
 
 
-def trace_of_own(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
+def trace_unaltered(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
     """Returns what a call of the model does whose modules and parameters are its own, to be compared with.
 
     Args:
@@ -51,7 +51,7 @@ def trace_of_own(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
 def why_seen(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    own: Callable[[], Trace],
+    unaltered: Callable[[], Trace],
     replaced: Iterable[str],
     *,
     regions: bool,
@@ -60,7 +60,7 @@ def why_seen(
 
     Args:
         inputs: arguments of its forward in a trial.
-        own: returns the result of ``trace_of_own``.
+        unaltered: returns the result of ``trace_unaltered``.
         replaced: paths of the linears and embeddings that are other modules in a run.
         regions: whether a module's call may begin and end a region, as a call nested inside of it would, too.
     """
@@ -70,7 +70,7 @@ def why_seen(
         name, path = table
         what = f"its code looks up a module or a parameter in {name}, and a run has others"
         return Problem(what, path, remedy="keep what is looked up on the module, as an attribute")
-    first = own()
+    first = unaltered()
     if isinstance(first, Problem):
         return first
     inputs = to_meta(dict(inputs))
@@ -85,19 +85,19 @@ def why_seen(
 def sizes_read(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    own: Callable[[], Trace],
+    unaltered: Callable[[], Trace],
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> set[str]:
     """Returns the paths of linears and embeddings whose weight's size other code reads and depends on.
 
     Args:
         inputs: arguments of its forward in a trial.
-        own: returns the result of ``trace_of_own``; where that is a problem, ``why_seen`` has it.
+        unaltered: returns the result of ``trace_unaltered``; where that is a problem, ``why_seen`` has it.
         shapes: path -> name of a parameter -> its shape on a rank.
     """
     if all_stock(model) or not shapes:
         return set()
-    first = own()
+    first = unaltered()
     if isinstance(first, Problem):
         return set()
     probe = meta_copy(model)

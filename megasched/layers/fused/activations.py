@@ -44,6 +44,7 @@ ACTIVATIONS = {
     "gelu": Activation(F.gelu, partial(_gelu_backward, approximate="none")),
     "relu": Activation(F.relu, _relu_backward),
 }
+_TRIED: dict[Any, str | None] = {}
 
 
 def fuse_activations(model: nn.Module, here: Callable[[str], bool]) -> None:
@@ -51,11 +52,10 @@ def fuse_activations(model: nn.Module, here: Callable[[str], bool]) -> None:
 
     Modules and hooks stay. Torch's own modules call these kernels already.
     """
-    shown: dict[Any, str | None] = {}
     for path, module in model.named_modules():
         if not here(path) or not _may_be_activation(module):
             continue
-        name = tried_once(shown, comparable_state(module), partial(_activation, module))
+        name = tried_once(_TRIED, comparable_state(module), partial(_activation, module))
         if name is not None:
             wrap_forward(module, partial(_by_kernel, ACTIVATIONS[name].forward))
 

@@ -34,6 +34,9 @@ class GatedMlp(NamedTuple):
     activation: str
 
 
+_TRIED: dict[Any, GatedMlp | None] = {}
+
+
 def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Callable[[str], bool]) -> set[str]:
     """Makes MLPs whose gate and up are one product compute what follows it by one kernel; returns their paths.
 
@@ -43,7 +46,6 @@ def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Calla
         columns: paths of the columns of each product (``Plan.fused_columns``).
         here: holds for a path whose module may be changed, and its children's code left out.
     """
-    shown: dict[Any, GatedMlp | None] = {}
     fused: set[str] = set()
     for paths in columns:
         parents = {path.rpartition(".")[0] for path in paths}
@@ -54,7 +56,7 @@ def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Calla
         names = tuple(path.rpartition(".")[2] for path in paths)
         if not here(parent) or "forward" in vars(module) or not is_of_transformers(module):
             continue
-        mlp = tried_once(shown, _state(module, names), partial(_gated_mlp, module, names))
+        mlp = tried_once(_TRIED, _state(module, names), partial(_gated_mlp, module, names))
         if mlp is not None:
             wrap_forward(module, partial(_fused, module, mlp))
             fused.add(parent)

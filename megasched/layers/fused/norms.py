@@ -21,6 +21,7 @@ from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.regions import Forward, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_TRIED: dict[Any, bool] = {}  # stages have the same norms, and a trial of a wide one takes seconds
 
 
 def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) -> None:
@@ -31,16 +32,15 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) 
     Args:
         te: whether Transformer Engine's kernels can be used.
     """
-    shown: dict[Any, bool] = {}
     for path, module in model.named_modules():
         if not here(path) or not _may_be_norm(module):
             continue
         eps = _epsilon(module)
-        if eps is not None and _is_rms_norm(module, eps, 0.0, shown):
+        if eps is not None and _is_rms_norm(module, eps, 0.0):
             wrap_forward(module, _fused(module, eps))
         elif not is_of_transformers(module):
             continue
-        elif te and eps is not None and _is_rms_norm(module, eps, 1.0, shown):
+        elif te and eps is not None and _is_rms_norm(module, eps, 1.0):
             wrap_forward(module, partial(_zero_centered, module, eps))
         else:
             wrap_forward(module, partial(_compiled, module))
@@ -61,15 +61,11 @@ def _epsilon(module: nn.Module) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_rms_norm(module: nn.Module, eps: float, added: float, shown: dict[Any, bool]) -> bool:
-    """Returns whether a module is an RMS norm that scales by its weight and what is added to it.
-
-    Args:
-        shown: results for modules that were tried before.
-    """
+def _is_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
+    """Returns whether a module is an RMS norm that scales by its weight and what is added to it."""
     state = comparable_state(module)
     key = None if state is None else (state, module.weight.shape[0], added)
-    return tried_once(shown, key, partial(_computes_rms_norm, module, eps, added))
+    return tried_once(_TRIED, key, partial(_computes_rms_norm, module, eps, added))
 
 
 def _computes_rms_norm(module: nn.Module, eps: float, added: float) -> bool:

@@ -30,12 +30,12 @@ REGISTRY: list[nn.Module] = []
 
 
 def why_seen(model, inputs, replaced, *, regions):
-    own = partial(stand_ins.trace_of_own, model, inputs)
-    return stand_ins.why_seen(model, inputs, own, replaced, regions=regions)
+    unaltered = partial(stand_ins.trace_unaltered, model, inputs)
+    return stand_ins.why_seen(model, inputs, unaltered, replaced, regions=regions)
 
 
 def sizes_read(model, inputs, shapes):
-    return stand_ins.sizes_read(model, inputs, partial(stand_ins.trace_of_own, model, inputs), shapes)
+    return stand_ins.sizes_read(model, inputs, partial(stand_ins.trace_unaltered, model, inputs), shapes)
 
 
 class Code(nn.Module):
