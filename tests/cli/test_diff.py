@@ -76,7 +76,7 @@ def test_the_steps_of_both_follow_and_say_what_is_not_known(inspect, capsys):
         "Sent over PP, send 128.0 KiB 64.0 KiB -64.0 KiB (-50.0%)",
         "",
         "step time and tokens/s are not known: name the hardware with --gpu",
-        "sent over TP, PP and EP by all stages of one replica in a step, over DP by its largest pipeline rank",
+        "what is sent in a step: over DP by the largest pipeline rank, else by all stages of one replica",
     ]
     assert diff.to_dict()["steps"]["figures"][0] == {
         **{"name": "GPUs", "unit": "count", "first": 4, "second": 4},

@@ -14,7 +14,7 @@ from megasched.cli.output import format_bytes, format_seconds
 from megasched.cli.page.page import Page, idle_share
 from megasched.printing.tables import plain_table
 
-SENT = "sent over TP, PP and EP by all stages of one replica in a step, over DP by its largest pipeline rank"
+SENT = "what is sent in a step: over DP by the largest pipeline rank, else by all stages of one replica"
 
 
 def _share(value: float) -> str:
@@ -111,9 +111,7 @@ class StepComparison:
                 notes.append(f"{title} is not predicted: {step.why_not}")
             elif step.hardware and step.peak_bytes and step.peak_bytes > step.hardware.usable_bytes:
                 notes.append(f"{title} does not fit into the memory of a GPU")
-        notes += [SENT] if any(page.volumes for page in self.pages) else []
-        by_context = any(page.report.layout.cp > 1 for page in self.pages)
-        return [*notes, "what context parallelism (CP) sends is not counted"] if by_context else notes
+        return [*notes, SENT] if any(page.volumes for page in self.pages) else notes
 
     @property
     def about(self) -> str:
@@ -159,7 +157,7 @@ def _figures(page: Page) -> Iterator[tuple[str, tuple[str, float | None]]]:
 
 def _order(name: str) -> int:
     """Returns where a figure stands among the others: collectives after the rest, group by group."""
-    groups = ("TP", "PP", "EP", "DP")
+    groups = ("TP", "CP", "PP", "EP", "DP")
     return next((place for place, group in enumerate(groups, 1) if name.startswith(f"Sent over {group}")), 0)
 
 
