@@ -42,6 +42,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\*?")
 OTHER_FLAGS = {"--ntasks-per-node", "--cpus-per-task", "--test-only", "--qos", "--kill-on-bad-exit"}  # Slurm's
 OTHER_FLAGS |= {"--input", "--output"}  # DeepSpeed's, up to an underscore
 OTHER_FLAGS |= {"--build-arg", "--gpus", "--ipc", "--rm", "--ulimit"}  # Docker's
+OTHER_FLAGS |= {"--extra"}  # uv's
 # Of the scripts in bench/, which are no package.
 BENCH_FLAGS = {
     flag
