@@ -84,7 +84,9 @@ def comparable_state(module: nn.Module) -> Any:
         alike = value is None or callable(value) or isinstance(value, bool | int | float | str)
         plain.append((name, type(value), value if alike else Itself(value)))
     parameters = tuple((name, held is None) for name, held in module._parameters.items())
-    return type(module), tuple(sorted(plain, key=lambda item: item[0])), parameters
+    # Results are kept, and a class may get another forward meanwhile.
+    code = type(module), type(module).forward
+    return code, tuple(sorted(plain, key=lambda item: item[0])), parameters
 
 
 def tree_state(module: nn.Module) -> Any:

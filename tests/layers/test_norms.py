@@ -89,6 +89,15 @@ def test_each_instance_is_tried_with_what_it_was_given():
     assert [is_fused(model, str(n)) for n in range(3)] == [True, False, True]
 
 
+def test_a_class_whose_forward_was_replaced_is_tried_again(monkeypatch):
+    """Packages of kernels do so to classes of transformers."""
+    before, after = nn.Sequential(Norm()), nn.Sequential(Norm())
+    fuse_norms(before, lambda path: True)
+    monkeypatch.setattr(Norm, "forward", lambda self, x: 2 * x * self.weight)
+    fuse_norms(after, lambda path: True)
+    assert [is_fused(before, "0"), is_fused(after, "0")] == [True, False]
+
+
 def test_values_and_gradients_are_the_modules_own():
     model, same = nn.Sequential(Norm()), nn.Sequential(Norm())
     same.load_state_dict(model.state_dict())
