@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +56,12 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def cpu_seconds_of_children() -> float:
+    """Of children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def write(name: str, data: dict[str, Any], folder: Path = RESULTS) -> Path:

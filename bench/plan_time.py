@@ -9,7 +9,6 @@ stops a process for a while.
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ def measure(shape: str, gpus: int, batch: int, cp: int) -> dict[str, Any]:
     words = ["--hf-model", model_folder(shape), "--gpus", gpus, "--global-batch-size", batch, "--max-cp", cp]
     words += ["--seq-length", SHAPES[shape]["max_position_embeddings"], "--gpu", "h100-80gb", "--json"]
     command = [sys.executable, "-m", "megasched", "plan", *map(str, words)]
-    before, start = _cpu_seconds(), time.perf_counter()
+    before, start = machine.cpu_seconds_of_children(), time.perf_counter()
     with tempfile.TemporaryFile() as output:
         running = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
         peak = 0
@@ -45,13 +44,7 @@ def measure(shape: str, gpus: int, batch: int, cp: int) -> dict[str, Any]:
     if running.returncode:
         raise SystemExit(f"{' '.join(command)}: exit status {running.returncode}")
     found = {"shape": shape, "gpus": gpus, "max_cp": cp, "fitting": written, "wall_seconds": wall}
-    return {**found, "cpu_seconds": _cpu_seconds() - before, "peak_bytes": peak}
-
-
-def _cpu_seconds() -> float:
-    """Of children that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return {**found, "cpu_seconds": machine.cpu_seconds_of_children() - before, "peak_bytes": peak}
 
 
 def _resident(pid: int) -> int:

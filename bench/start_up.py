@@ -8,7 +8,6 @@ Contenders take turns, so that a machine that is busy for a while is so for all 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from statistics import median
@@ -49,10 +48,9 @@ def _cpu_seconds(command: list[str]) -> float:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("TORCHDYNAMO_DISABLE", "PYTHONDONTWRITEBYTECODE"):
         environment.pop(name, None)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = machine.cpu_seconds_of_children()
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return machine.cpu_seconds_of_children() - before
 
 
 if __name__ == "__main__":

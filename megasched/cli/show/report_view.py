@@ -83,7 +83,8 @@ def show_schedule(
         print(f"wrote {predicted_trace}", file=sys.stderr if as_json else sys.stdout)
     compared = _compare(both, reports, global_batch_size) if predicts and global_batch_size else None
     if html is not None:
-        write_page(build_page(reports[0], recorded), html, compared)
+        page = build_page(reports[0], recorded) if compared is None else compared.pages[0]
+        write_page(page, html, compared)
         print(f"wrote {html}")
     elif compared is not None and both[0][1] != both[1][1]:
         print_found(compared, print_comparison, as_json=as_json)
