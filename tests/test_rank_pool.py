@@ -56,6 +56,18 @@ def sleep_here():
     time.sleep(600)  # longer than a test may take
 
 
+def group_of_a_dtensor(others):
+    """What torch has seen before of a tensor over the same ranks is of groups that are gone."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for _ in range(others):
+        torch.distributed.new_group([0, 1])
+    group = torch.distributed.new_group([0, 1])
+    tensor = distribute_tensor(torch.ones(4), DeviceMesh.from_group(group, "cpu"), [Shard(0)]).detach()
+    return tensor.device_mesh.get_group() is group
+
+
 def die_on_rank_one():
     import os
 
@@ -120,6 +132,10 @@ def test_results_come_back_in_rank_order_as_plain_tensors(ranks, capfd):
 def test_keyword_arguments_and_another_world_size(ranks):
     (result,) = ranks.run(1, sum_of_ranks, offset=3)
     assert result["total"].item() == 3.0
+
+
+def test_dtensors_have_the_groups_of_their_case(ranks):
+    assert [ranks.run(2, group_of_a_dtensor, others) for others in (0, 2)] == [[True, True]] * 2
 
 
 def test_groups_are_made_anew_for_each_case(ranks):

@@ -140,6 +140,7 @@ def reset_megatron() -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import checkpointing, training
     from megatron.training.training import destroy_global_state
+    from torch.distributed.tensor import debug
 
     from megasched.patches import active, apply, undo
 
@@ -157,6 +158,7 @@ def reset_megatron() -> None:
     let_go_of_groups()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # DTensors of the same ranks would get the mesh of groups that are gone
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.manual_seed(SEED)
