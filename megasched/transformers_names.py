@@ -10,6 +10,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,13 +95,12 @@ def _found(top: Path, module: str, names: list[str]) -> Iterator[str]:
     if path is None:
         return
     tree = ast.parse(read_text(path, _SOURCE))
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    names_in = cache(_names_in)  # one class may be asked for many names
     for name in names:
-        scope: ast.AST | None = tree
-        *classes, last = name.partition(":")[2].split(".")
-        for one in classes:
-            kinds = (node for node in ast.walk(scope or tree) if isinstance(node, ast.ClassDef))
-            scope = next((node for node in kinds if node.name == one), None)
-        if scope is not None and (not last or last in _names_in(scope)):
+        owner, _, last = name.partition(":")[2].rpartition(".")
+        scope = classes.get(owner) if owner else tree
+        if scope is not None and (not last or last in names_in(scope)):
             yield name
 
 

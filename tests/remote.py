@@ -88,7 +88,7 @@ def write_of_hidden(folder: Path, lines: str, **changes: Any) -> str:
 def _write(folder: Path, code: str, **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "modeling_mine.py").write_text(HEAD + code)
-    config = tiny.config("llama", **changes).to_dict()
+    config = tiny.config("llama", **{"num_hidden_layers": 2, **changes}).to_dict()
     config |= {"model_type": "mine_of_a_test", "architectures": ["Mine"]}
     config["auto_map"] = {
         "AutoConfig": "modeling_mine.MineConfig",

@@ -42,7 +42,8 @@ def owners_of(model: nn.Module) -> list[Any]:
     # Code that comes with a model is a package of its own.
     top = f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."
     packages = tuple(f"{name.rpartition('.')[0]}." for name in names if name.startswith(top))
-    names |= {name for name in sys.modules if packages and name.startswith(packages)}
+    if packages:
+        names |= {name for name in sys.modules if name.startswith(packages)}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     written = {v for m in modules for v in vars(m).values() if isinstance(v, type) and v.__module__ in names}
     return [*modules, *(written | {kind for kind in kinds if kind.__module__ in names})]

@@ -161,7 +161,7 @@ LEFT = {
         class Mlp(LlamaMLP):
             def forward(self, x):
                 calls.append(1)
-                return super().forward(x) * (1 + len(calls) % 4)  # of four layers
+                return super().forward(x) * (1 + len(calls) % 2)  # of two layers
         """,
 }
 
