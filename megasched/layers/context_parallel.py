@@ -34,8 +34,14 @@ class CpGroup:
             caller of the model.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, *, whole_loss: bool = False) -> None:
+        """Describes the ranks.
+
+        Args:
+            whole_loss: each rank computes the whole loss, not that of its part of the sequence, so that what is
+                gathered for it gets its whole gradient on every rank.
+        """
+        self.group, self._whole_loss = group, whole_loss
         self.zigzag = Zigzag(group.size(), group.rank())
         self.batch = 1
 
@@ -44,8 +50,17 @@ class CpGroup:
 
         Each rank has a part of the whole's gradient, so these are summed and split again (reduce-scatter).
         """
+        return self._gather(part, along, summed=True)
+
+    def gather_result(self, part: torch.Tensor, along: ShardDim) -> torch.Tensor:
+        """Gathers as ``gather`` does, of what the loss is computed from."""
+        return self._gather(part, along, summed=not self._whole_loss)
+
+    def _gather(self, part: torch.Tensor, along: ShardDim, *, summed: bool) -> torch.Tensor:
         first = self.zigzag.sequence_first(part, along)
-        gathered = gather_from_sequence_parallel_region(first, tensor_parallel_output_grad=True, group=self.group)
+        gathered = gather_from_sequence_parallel_region(
+            first, tensor_parallel_output_grad=summed, group=self.group
+        )
         return self.zigzag.sequence_back(self.zigzag.in_order(gathered), along)
 
     def gather_together(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +85,7 @@ class CpGroup:
 
 def comm_type(config: Any, layer: int) -> str:
     """Returns how Transformer Engine exchanges keys and values in a layer, by ``--cp-comm-type`` in the config."""
-    kind = config.cp_comm_type
+    kind = getattr(config, "cp_comm_type", None)  # which the config of a library model does not have
     return (kind[layer] if isinstance(kind, list) else kind) or "p2p"
 
 
@@ -111,7 +126,9 @@ def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, Shar
     def wrapper(forward: Forward) -> Forward:
         def gathered(*args: Any, **kwargs: Any) -> Any:
             inside = _in_batch(places, context.batch)
-            changes = {leaf: functools.partial(context.gather, along=along) for leaf, along in inside.items()}
+            changes = {
+                leaf: functools.partial(context.gather_result, along=along) for leaf, along in inside.items()
+            }
             return change_leaves(path, forward(*args, **kwargs), changes)
 
         return gathered

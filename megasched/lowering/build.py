@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
+from megasched.analysis.cp.packed_sequences import one_sequence_a_row
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
 from megasched.language.parallel_dims import ParallelDims
@@ -27,10 +29,11 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
-from megasched.lowering.groups import NoGroup, check_layout, ep_group, refuse_other_ranks, tp_group
+from megasched.lowering.groups import NoGroup, check_layout, cp_ranks, ep_group, refuse_other_ranks, tp_group
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.replica_check import ReplicaCheck
+from megasched.lowering.whole_sequences import refuse_uneven_gradients, take_whole_sequences
 from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
@@ -194,6 +197,8 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
     plan, _ = plan_model(schedule, inputs)
     context = lower_model(schedule, plan, schedule.mod)
     lower_sequence_boundaries(schedule.mod, context, lambda path: True, first=True, last=True)
+    if context.context_parallel is not None:
+        take_whole_sequences(schedule.mod, context.plan, context.context_parallel)
     return context.plan
 
 
@@ -217,7 +222,8 @@ def plan_model(
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
     runs = AnalysisCache(length)
-    with ExitStack() as undo:
+    whole_rows = one_sequence_a_row() if schedule.layout.cp > 1 else nullcontext()
+    with whole_rows, ExitStack() as undo:
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)
@@ -225,23 +231,29 @@ def plan_model(
         if structure is not None and not given:
             inputs = structure.trial_inputs()
         plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs)
+        if schedule.layout.cp > 1:
+            refuse_uneven_gradients(model, plan.structure)
         undo.pop_all()
     return plan, runs
 
 
 def _layers_asked_for(schedule: Schedule) -> LayerStack | None:
-    """Returns the layers and the loss that sequence parallelism and ``parallel_output`` go by; None without.
+    """Returns the layers and the loss that parallel sequences and ``parallel_output`` go by; None without.
 
     Raises:
-        ScheduleError: the model's layers can't be found.
+        ScheduleError: the model's layers can't be found, or it has no causal sequences.
     """
-    layout = schedule.layout
-    if not (layout.sp or layout.parallel_output):
+    layout, model = schedule.layout, schedule.mod
+    if not (layout.sp or layout.cp > 1 or layout.parallel_output):
         return None
+    asked = "context parallelism" if layout.cp > 1 else "parallel_output"
+    asked = "sequence parallelism" if layout.sp else asked
+    if layout.cp > 1 and not (hasattr(model, "config") and objective_of(model) is CAUSAL_LM):
+        what = f"context parallelism is of HF's causal language models, and this is a {type(model).__name__}"
+        raise ScheduleError(Problem(what, remedy="make Megatron's groups without it"))
     try:
-        return find_layer_stack(schedule.mod)
+        return find_layer_stack(model)
     except ScheduleError as error:
-        asked = "sequence parallelism" if layout.sp else "parallel_output"
         what = (
             f"{asked} goes by the layers of an HF model, and these were not seen in a call with the inputs of its "
         )
@@ -275,6 +287,7 @@ def lower_model(
         device=torch.device("cpu") if first.device.type == "meta" else first.device,
         megatron_finalizes=False,
         expert_group=ep_group(),
+        context_parallel=cp_ranks(plan.layout),
     )
     lower(schedule, model, context, here)
     schedule.built = True

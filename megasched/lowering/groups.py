@@ -11,6 +11,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import caller_source
 from megasched.language.schedule import Schedule, current_layout
+from megasched.layers.context_parallel import CpGroup
 
 
 def refuse_other_ranks(group: ProcessGroup) -> None:
@@ -48,11 +49,13 @@ def check_layout(schedule: Schedule, *, staged: bool) -> None:
         sizes = f"expert_model_parallel_size={wanted.ep}, expert_tensor_parallel_size=1"
         remedy = f"megatron.core.parallel_state.initialize_model_parallel(..., {sizes})"
         problem = Problem(what, remedy=remedy)
+    elif wanted.cp != here.cp:
+        what = f"the schedule is for CP {wanted.cp}, and this process stands in a CP group of {here.cp}"
+        remedy = f"megatron.core.parallel_state.initialize_model_parallel(..., context_parallel_size={wanted.cp})"
+        problem = Problem(what, remedy=remedy)
     elif refused := _only_the_trainers(wanted, staged):
         remedy = "train it through Megatron's trainer: python -m megasched pretrain_gpt.py"
-        if wanted.cp > 1:
-            remedy += "; or take sequence_parallel=True and checkpoint() for long sequences"
-        problem = Problem(f"build makes {refused}", remedy=remedy)
+        problem = Problem(refused, remedy=remedy)
     if problem is not None:
         raise ScheduleError(problem)
 
@@ -60,12 +63,9 @@ def check_layout(schedule: Schedule, *, staged: bool) -> None:
 def _only_the_trainers(layout: ParallelDims, staged: bool) -> str:
     """Returns what of a layout the library does not do, and what it does instead; empty where it does all."""
     if layout.pp > 1 and not staged:
-        return f"whole models, and the layout has {layout.pp} pipeline stages"
-    if layout.cp > 1:
-        return (
-            f"models that see whole sequences, and the layout has CP {layout.cp}: a loop would have to cut "
-            "batches, positions and labels for each rank as Megatron's does, and to sum loss and gradients over CP"
-        )
+        return f"build makes whole models, and the layout has {layout.pp} pipeline stages"
+    if layout.pp > 1 and layout.cp > 1:
+        return f"pipeline stages take whole sequences here, and the layout has CP {layout.cp}"
     return ""
 
 
@@ -81,6 +81,15 @@ def ep_group() -> ProcessGroup:
 
     grouped = parallel_state.model_parallel_is_initialized()
     return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group() if grouped else NoGroup())
+
+
+def cp_ranks(layout: ParallelDims) -> CpGroup | None:
+    """Returns the ranks that share a sequence with this one; None without context parallelism."""
+    from megatron.core import parallel_state
+
+    if layout.cp == 1:
+        return None
+    return CpGroup(parallel_state.get_context_parallel_group(), whole_loss=True)
 
 
 def _size_of_cut_experts() -> int:

@@ -28,14 +28,15 @@ def sum_partial_gradients(
 ) -> None:
     """Has the partial gradients of a model summed, for a trainer that knows nothing of them.
 
-    Those of replicated parameters are summed over TP. Those of experts, which tokens of several replicas reach,
-    are summed over the ranks with the same experts, and made the mean over replicas, as DDP makes all others.
+    Those of replicated parameters are summed over TP, and under context parallelism all are over the ranks that
+    share a sequence. Those of experts, which tokens of several replicas reach, are summed over the ranks with the
+    same experts, and made the mean over replicas, as DDP makes all others.
 
     Args:
         here: whether a module is lowered.
         graphs: modules whose forward is a graph, in which the code of modules inside of them stands.
     """
-    if context.size == 1 and not context.plan.experts:
+    if context.size == 1 and context.context_parallel is None and not context.plan.experts:
         return
     modules = dict(model.named_modules())
     read: dict[str, dict[str, Held]] = defaultdict(dict)
@@ -60,7 +61,11 @@ def _summed_over(placement: Placement, context: BuildContext) -> tuple[ProcessGr
     if placement.group == "ep":
         replicas = parallel_state.get_data_parallel_world_size()
         return parallel_state.get_expert_data_parallel_group(), 1 / replicas
-    return None if placement.tp_gradient == "complete" or context.size == 1 else (context.group, None)
+    partial = placement.tp_gradient != "complete" and context.size > 1
+    if context.context_parallel is not None:
+        both = parallel_state.get_tensor_and_context_parallel_group
+        return (both() if partial else context.context_parallel.group), None
+    return (context.group, None) if partial else None
 
 
 def _hook_when_called(module: nn.Module, held: Iterable[Held]) -> None:

@@ -26,15 +26,13 @@ class ReplicaCheck:
         """Checks the first call.
 
         Raises:
-            ConfigError: DDP or FSDP2 spans other ranks than Megatron's data-parallel group, or FSDP2 shards what
-                EP shares out.
+            ConfigError: DDP or FSDP2 spans other ranks than Megatron's data-parallel group, with context
+                parallelism or without, or FSDP2 shards what EP shares out.
         """
         if self.done:
             return
-        from megatron.core import parallel_state
-
         self.done = True
-        replicas = distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        replicas = distributed.get_process_group_ranks(_replicas())
         for trainer, ranks in _spans(model).items():
             if not set(ranks) <= set(replicas):
                 what = f"{trainer} takes ranks {ranks} for replicas of this model"
@@ -43,6 +41,17 @@ class ReplicaCheck:
         if (taken := _experts_taken(model, self.experts)) is not None:
             what = f"{taken[0]} takes {taken[1]} for the same on all data-parallel ranks, and EP shares it out"
             raise ConfigError(f"{what}; {_LEFT_TO_THE_MODEL}")
+
+
+def _replicas() -> distributed.ProcessGroup:
+    """Returns the ranks that have the same parameters and, once a backward is over, gradients to be averaged.
+
+    Those that share a sequence have the same gradients by then, of which the mean is what each has.
+    """
+    from megatron.core import parallel_state
+
+    found: distributed.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return found
 
 
 _LEFT_TO_THE_MODEL = (

@@ -17,13 +17,13 @@ from megasched.plan.plan import Plan
 
 
 def plan_context(plan: Plan, model: nn.Module, runs: AnalysisCache) -> tuple[Plan, list[Problem]]:
-    """Returns the plan with the facts of context parallelism, and the problems; it needs Megatron's trainer."""
+    """Returns the plan with the facts of context parallelism, and the problems."""
     if plan.layout.cp == 1:
         return plan, []
     structure = plan.structure
     if structure is None:
         remedy = "run it through `python -m megasched pretrain_gpt.py`, or without context parallelism"
-        what = "context parallelism is for causal language models in Megatron's trainer"
+        what = "context parallelism is for Hugging Face's causal language models"
         return plan, [Problem(what, remedy=remedy)]
     refuse = partial(why_not_sequence_region, plan)
     sequence = runs.plan_sequence(model, structure, plan.layout.cp, refuse)

@@ -160,7 +160,7 @@ class StepComparison:
         layout = self.steps.layout
         dp = layout.data_parallel_size
         replica = look[1] * dp // self.steps.batches.micro_batches
-        return Locator(reports, expected, layout.tp, layout.cp, dp, self.facts, replica)
+        return Locator(reports, expected, layout.tp, layout.cp, dp * layout.cp, self.facts, replica)
 
     def _wrong_masks(self, schedule: str) -> Finding | None:
         locator = self._locator(self.reports, first_step(self.plain), FIRST)

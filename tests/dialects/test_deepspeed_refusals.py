@@ -131,6 +131,18 @@ def test_experts_of_ep_ranks_are_no_replicas(deepspeed_ranks: Any) -> None:
     assert "train it by DDP or FSDP2" in said
 
 
+def _parts_of_a_sequence() -> str:
+    init_megatron()
+    layout = ParallelDims(context_parallel_size=2)
+    return refusal(megasched.create_schedule(tiny_model("llama"), layout), zero_config(1))
+
+
+def test_ranks_that_share_a_sequence_have_no_samples_of_their_own(deepspeed_ranks: Any) -> None:
+    (said,) = deepspeed_ranks.run(1, _parts_of_a_sequence)
+    assert "CP 2: DeepSpeed gives each rank samples of its own" in said
+    assert "train it by DDP or FSDP2" in said
+
+
 def test_a_schedule_that_was_built_fused_is_not_for_stage_3(deepspeed_ranks: Any) -> None:
     (said,) = deepspeed_ranks.run(1, _built_before)
     assert "was built at level fused; call sch.level('leaf') before, or take stage 2" in said

@@ -44,7 +44,9 @@ def layers_of(model: Any) -> list[str]:
     ]
 
 
-def trained(family: str, wrap: Any, level: str | None, **asked: bool) -> Steps:
+def trained(
+    family: str, wrap: Any, level: str | None, *, with_context_parallel: bool = False, **asked: bool
+) -> Steps:
     from megatron.core import parallel_state
 
     sch = megasched.create_schedule(tiny_model(family), **asked)
@@ -52,7 +54,8 @@ def trained(family: str, wrap: Any, level: str | None, **asked: bool) -> Steps:
     if level is not None:
         sch.level(level)
     model = megasched.build(sch)
-    return by_hand(model, wrap(model, parallel_state.get_data_parallel_group()), causal())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
+    return by_hand(model, wrap(model, group), causal())
 
 
 def _against_one_process(family: str) -> dict[str, dict[str, float]]:
@@ -90,6 +93,27 @@ def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
 
 def test_layers_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _on_parts_of_the_sequence):
+        far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
+        assert far == {}
+
+
+def _on_parts_of_a_sequence_each() -> dict[str, dict[str, float]]:
+    """Over the ranks with other sequences, and over all: those that share one have the same gradients."""
+    init_megatron(cp=2)
+    cases: dict[str, Any] = {
+        "llama": (fsdp2, "leaf", True),
+        "qwen3": (fsdp2, "leaf", False),
+        "gpt2": (ddp, None, False),
+        "opt": (ddp, None, True),
+    }
+    return {
+        family: gaps(trained(family, *how, with_context_parallel=both), one_process(family))
+        for family, (*how, both) in cases.items()
+    }
+
+
+def test_context_parallel_ranks_are_one_process(ranks: Any) -> None:
+    for found in ranks.run(4, _on_parts_of_a_sequence_each):
         far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
 

@@ -18,6 +18,7 @@ from megasched.dialects.deepspeed.pipeline import make_pipeline
 from megasched.dialects.deepspeed.universal import describe_shards
 from megasched.dialects.stages import Loss
 from megasched.errors import ConfigError
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import Schedule
 from megasched.lowering.build import build_with_plan, placements_of
 from megasched.patches import registry
@@ -62,11 +63,7 @@ def initialize(
     """
     deepspeed = imported()
     settings = read_config(config)
-    if schedule.layout.ep > 1:
-        what = "ZeRO takes data-parallel ranks for replicas of all parameters, and each EP rank has other experts"
-        raise ConfigError(
-            f"EP {schedule.layout.ep}: {what}; train it by DDP or FSDP2, or make the groups without EP"
-        )
+    _refuse_layout(schedule.layout)
     _make_groups(schedule, deepspeed, zero_stage(settings))
     staged = schedule.layout.pp > 1
     if staged and schedule.layout.sp:  # DeepSpeed sends a part by each TP rank of what it takes to be the same
@@ -87,6 +84,16 @@ def initialize(
         config=settings,
     )
     return engine
+
+
+def _refuse_layout(layout: ParallelDims) -> None:
+    """Raises ConfigError for ranks that DeepSpeed would take for replicas, and which are none."""
+    ep = "ZeRO takes data-parallel ranks for replicas of all parameters, and each EP rank has other experts"
+    cp = "DeepSpeed gives each rank samples of its own, and CP ranks share a sequence"
+    for name, size, why in (("EP", layout.ep, ep), ("CP", layout.cp, cp)):
+        if size > 1:
+            remedy = f"train it by DDP or FSDP2, or make the groups without {name}"
+            raise ConfigError(f"{name} {size}: {why}; {remedy}")
 
 
 def _whole_model(schedule: Schedule, config: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> nn.Module:

@@ -92,8 +92,9 @@ class ModuleComparison:
         checks = [*checks_of(errors, wrong), *copies]
         if all(check.equal for check in checks):
             return checks, why, None
-        expected = HfStep(0.0, [], self._whole(steps, "gradients"), 0.0, _of_first_replica(self._plain, steps))
-        locator = Locator(steps, expected, self._schedule.layout.tp, 1, 1, self._facts)
+        layout, logits = self._schedule.layout, [v for n, v in self._plain.outputs.items() if n == "logits"]
+        expected = HfStep(0.0, logits, self._whole(steps, "gradients"), 0.0, _of_first_replica(self._plain, steps))
+        locator = Locator(steps, expected, layout.tp, layout.cp, 1, self._facts)
         finding = locator.first() or _furthest(locator, errors, wrong, copies)
         if self._replicas is not None and is_batch_norm(dict(self._model.named_modules()).get(finding.where)):
             finding = replace(finding, cause=OWN_SAMPLES)
@@ -203,6 +204,7 @@ def _rank_here() -> tuple[RankReport | None, Any]:
         return None, None
     group = parallel_state.get_data_parallel_group()
     own = RankReport(parallel_state.get_tensor_model_parallel_rank(), group.rank(), 0)
+    own.cp_rank = parallel_state.get_context_parallel_rank()
     return own, group if group.size() > 1 else None
 
 

@@ -97,7 +97,7 @@ def take_step(
         return {name: (value, lies) for name, (value, lies) in found.items() if lies.name == name}
 
     return ModuleStep(
-        **{name: getattr(rank, name) for name in ("tp_rank", "dp_rank", "pp_rank")},
+        **{name: getattr(rank, name) for name in ("tp_rank", "dp_rank", "pp_rank", "cp_rank")},
         losses=[float(loss.detach())],
         gradients=placed(gradients),
         weights=placed(parameters),

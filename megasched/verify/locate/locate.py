@@ -61,6 +61,7 @@ class Locator:
     """Compares one run with its reference, event by event.
 
     Attributes:
+        shares: into how many means a run divides the loss of a rank: those of DP and CP in Megatron's trainer.
         replica: the DP rank whose micro-batch was looked at.
     """
 
@@ -68,7 +69,7 @@ class Locator:
     expected: HfStep
     tp: int
     cp: int
-    dp: int
+    shares: int
     facts: PlanFacts
     replica: int = 0
     _floor: float = field(init=False, default=0.0)
@@ -146,7 +147,7 @@ class Locator:
             return seen.values.get(event)
         found = seen.gradients.get(event)
         # Megatron divides a loss by the micro-batches of a rank, and gradients when it sums them over DP and CP.
-        return None if found is None else found * self.dp * self.cp
+        return None if found is None else found * self.shares
 
     def _parts(self, event: Event, gradient: bool, cp_rank: int) -> list[torch.Tensor]:
         """Returns the tensors that the replica's TP ranks saw, in rank order."""

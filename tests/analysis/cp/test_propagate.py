@@ -187,9 +187,7 @@ def test_a_model_that_is_built_without_the_trainer_is_refused():
     from megasched.plan.make import make_plan
 
     schedule = create_schedule(tiny_model("llama"), ParallelDims(context_parallel_size=2))
-    with pytest.raises(
-        ScheduleError, match="context parallelism is for causal language models in Megatron's trainer"
-    ):
+    with pytest.raises(ScheduleError, match="context parallelism is for Hugging Face's causal language models"):
         make_plan(schedule)
 
 

@@ -1,0 +1,162 @@
+"""Has a model that is built under context parallelism take whole sequences, and return whole logits.
+
+In between each rank runs its part of the sequence, so the loop around the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.cp.packed_sequences import one_sequence_a_row
+from megasched.analysis.recording.meta_call import meta_copy
+from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.analysis.trials.reach import find_reach
+from megasched.definition.mask_interface import context_masks
+from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language.tensor_types import ShardDim
+from megasched.layers.context_parallel import CpGroup
+from megasched.layers.wrap import Forward, wrap_forward
+from megasched.plan.plan import Plan
+
+_SEQUENCE = ShardDim(1)  # of token ids, labels and logits
+# Arguments of each token: those of which a rank's forward sees its part, and with what its loss takes whole. What
+# else is a tensor can't be split.
+_SPLIT = ("input_ids", "attention_mask", "position_ids")
+_OF_TOKENS = (*_SPLIT, "labels", "shift_labels")
+# Arguments by which a causal model returns, or goes on from, what is not split.
+_OF_MORE = ("past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
+
+
+def refuse_uneven_gradients(model: nn.Module, structure: LayerStack | None) -> None:
+    """Refuses a model some of whose parameters may get a gradient on one rank and none on another.
+
+    The ranks sum each gradient as it comes, and would wait for one that does not.
+
+    Raises:
+        ScheduleError: values, or chance, decide whether a parameter gets one.
+    """
+    assert structure is not None
+    remedy = "train it through Megatron's trainer, or without CP"
+    perhaps = find_reach(meta_copy(model), structure.trial_inputs(), with_loss=False).perhaps
+    if perhaps:
+        what = "context parallelism: whether it gets a gradient goes by values, of which each rank has others"
+        raise ScheduleError(Problem(what, perhaps[0], remedy=remedy))
+    if structure.by_chance:
+        what = "context parallelism: layers may be skipped by chance (layerdrop), and each rank draws for itself"
+        raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
+
+
+def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
+    """Wraps the forward and the loss of a causal language model, in place.
+
+    Every rank is given the same token ids and labels, both [b, s], and returns the same logits [b, s, v] and the
+    same loss. A gradient is that of the rank's own part until it is summed (``partial_gradients.py``).
+    """
+    assert plan.cp_facts is not None
+    assert plan.structure is not None
+    own: Any = model
+    gathered = _Logits(ranks)
+    signature = inspect.signature(model.forward)
+    takes_positions, calls_loss = plan.cp_facts.takes_positions, plan.structure.calls_loss
+    if calls_loss:
+        own.loss_function = gathered.before(own.loss_function)
+
+    def wrapper(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = _by_name(signature, args, kwargs)
+            if not calls_loss and "labels" in given:
+                raise ConfigError(
+                    f"labels: {type(model).__name__} computes its loss by code of its own, which would see a part "
+                    "of the sequence: leave them out, and compute the loss of output.logits"
+                )
+            own_part = _own_part(given, ranks, takes_positions=takes_positions)
+            whole = {name: value for name, value in given.items() if name not in _SPLIT}
+            # transformers takes a jump in positions for the next sequence of a row.
+            with one_sequence_a_row(), context_masks(ranks.zigzag, ranks.gather):
+                output = forward(**whole, **own_part, use_cache=False)
+            output.logits = gathered.whole(output.logits)
+            return output
+
+        return run
+
+    wrap_forward(model, wrapper)
+
+
+class _Logits:
+    """Gathers the logits of a call once, for its loss and for its output."""
+
+    def __init__(self, ranks: CpGroup) -> None:
+        self._ranks = ranks
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a rank's part, and the whole
+
+    def before(self, loss_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Returns the loss function, called with whole logits."""
+
+        def of_whole(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            whole = self._ranks.gather_result(logits, _SEQUENCE)
+            self._last = logits, whole
+            return loss_function(whole, *args, **kwargs)
+
+        return of_whole
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is part else self._ranks.gather_result(part, _SEQUENCE)
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call that are not None.
+
+    Raises:
+        ConfigError: one can't be split, or asks for what is not gathered.
+    """
+    bound = signature.bind(*args, **kwargs)
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        catches_all = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found |= value if catches_all else {name: value}
+    found = {name: value for name, value in found.items() if value is not None}
+    tensors = (name for name, value in found.items() if isinstance(value, torch.Tensor) and value.dim())
+    unknown = [name for name in tensors if name not in _OF_TOKENS]
+    unknown += [name for name in _OF_MORE if found.get(name)]
+    if unknown or "input_ids" not in found:
+        what = f"{unknown[0]} can't be used" if unknown else "input_ids is missing"
+        raise ConfigError(f"{what} under context parallelism, which splits {', '.join(_OF_TOKENS)} [b, s]")
+    found.pop("use_cache", None)
+    return found
+
+
+def _own_part(given: Mapping[str, Any], ranks: CpGroup, *, takes_positions: bool) -> dict[str, Any]:
+    """Returns the arguments that are other ones on each rank.
+
+    Raises:
+        ConfigError: the length does not divide, tokens are masked, or positions do not count from 0.
+    """
+    ids, pieces = given["input_ids"], 2 * ranks.zigzag.size
+    if ids.shape[1] % pieces:
+        raise ConfigError(
+            f"context parallelism cuts each sequence into {pieces} equal pieces, and here are {ids.shape[1]} "
+            f"tokens: pad them, tokenizer(..., pad_to_multiple_of={pieces})"
+        )
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None and not bool(mask.all()):
+        raise ConfigError(
+            "attention_mask: under context parallelism a token attends to all before it. Pad on the right, leave "
+            "the mask out, and give padding the label -100"
+        )
+    counted = torch.arange(ids.shape[1], device=ids.device)
+    if positions is not None and not torch.equal(positions, counted.expand(positions.shape)):
+        raise ConfigError(
+            "position_ids: context parallelism takes one sequence a row, with positions 0, 1, 2, ...: leave them "
+            "out"
+        )
+    ranks.batch = ids.shape[0]
+    given_too = {"position_ids": counted.expand(ids.shape)} if takes_positions else {}
+    return {
+        name: ranks.zigzag.local_sequence(w, _SEQUENCE) for name, w in ({"input_ids": ids} | given_too).items()
+    }
