@@ -201,9 +201,6 @@ def _shared_out_experts():
         with pytest.raises(ScheduleError) as raised:
             megasched.build(megasched.create_schedule(model, ParallelDims(expert_model_parallel_size=ep)))
         words.append(raised.value.problems[0].what)
-    sch = megasched.create_schedule(tiny_model("mixtral"), name="auto")
-    with pytest.raises(megasched.ConfigError, match="verify compares what TP and DP ranks have"):
-        megasched.verify(sch, inputs={"input_ids": token_ids()})
     return len(held), same, words
 
 

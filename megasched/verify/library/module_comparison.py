@@ -205,6 +205,8 @@ def _rank_here() -> tuple[RankReport | None, Any]:
     group = parallel_state.get_data_parallel_group()
     own = RankReport(parallel_state.get_tensor_model_parallel_rank(), group.rank(), 0)
     own.cp_rank = parallel_state.get_context_parallel_rank()
+    own.ep_rank = parallel_state.get_expert_model_parallel_rank()
+    own.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
     return own, group if group.size() > 1 else None
 
 
@@ -218,7 +220,8 @@ def _of_copies(steps: Sequence[ModuleStep]) -> list[Check]:
     for step in steps:
         for what, held in (("gradient of ", step.gradients), ("", {**step.weights, **step.buffers})):
             for name, (value, placement) in held.items():
-                one = first.setdefault((what, name, step.tp_rank if placement.sharded else 0), value)
+                part = (step.ep_rank if placement.group == "ep" else step.tp_rank) if placement.sharded else 0
+                one = first.setdefault((what, name, part), value)
                 worst = max(worst, (difference(value, one, floor if what else 0.0), what + name))
     return [Check("copies", worst[0], TOLERANCE, worst[1], worst[0] <= TOLERANCE)]
 

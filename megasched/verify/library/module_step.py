@@ -17,6 +17,7 @@ from megasched.verify.plain.watching import Sightings, Watch, silence
 from megasched.verify.recording import RankReport
 
 SEED = 1234
+_RANKS = ("tp_rank", "dp_rank", "pp_rank", "cp_rank", "ep_rank", "expert_dp_rank")
 _PERIOD = 1009  # of the weights of a projection: small integers, of which float32 and float64 have one cosine
 
 
@@ -81,9 +82,13 @@ def take_step(
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     seen = watch.close()  # not before: code that runs again in the backward may ask whether a module has hooks
-    for parameter in parameters.values():
-        if parameter.grad is not None and replicas is not None:
+    for parameter in parameters.values() if replicas is not None else ():
+        if parameter.grad is not None and getattr(parameter, "allreduce", True):
             torch.distributed.all_reduce(parameter.grad, group=replicas)
+        elif (
+            parameter.grad is not None
+        ):  # of experts that EP shares out: the model has made it the mean over replicas
+            parameter.grad *= replicas.size()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if trained:
@@ -97,7 +102,7 @@ def take_step(
         return {name: (value, lies) for name, (value, lies) in found.items() if lies.name == name}
 
     return ModuleStep(
-        **{name: getattr(rank, name) for name in ("tp_rank", "dp_rank", "pp_rank", "cp_rank")},
+        **{name: getattr(rank, name) for name in _RANKS},
         losses=[float(loss.detach())],
         gradients=placed(gradients),
         weights=placed(parameters),

@@ -145,10 +145,9 @@ def _refuse(schedule: Schedule, example: Example, layout: ParallelDims) -> None:
         raise ConfigError(
             f"this job has ranks at {current_layout()}, and {layout} takes others: leave tp and dp out"
         )
-    if layout.ep > 1:
+    if (shared := layout.tp * layout.cp * layout.data_parallel_size) % layout.ep:
         raise ConfigError(
-            f"verify compares what TP and DP ranks have, and the layout is {layout}: schedule the module without "
-            "EP, or verify the trainer's layout by megasched verify --ep"
+            f"EP {layout.ep} shares experts out over TP x CP x DP, and {layout} has {shared} such ranks: give dp"
         )
     if any(parameter.device.type == "meta" for parameter in schedule.root.mod.parameters()):
         raise ConfigError("verify compares numbers, and weights are deferred: materialize(model, source) first")
@@ -191,7 +190,7 @@ def _pack(schedule: Schedule, example: Example, layout: ParallelDims) -> bytes:
 def verify_packed(packed: bytes) -> Verification:
     """Verifies what ``_pack`` has packed, in a rank of a pool."""
     model, records, roles, layout, example = pickle.loads(packed)
-    init_megatron(tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    init_megatron(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=1 if layout.ep > 1 else None)
     schedule = create_schedule(model, layout, roles)
     replay(records, schedule)
     return verify_here(schedule, example)

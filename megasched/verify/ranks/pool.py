@@ -321,7 +321,13 @@ def _tail(rank: Rank) -> str:
 
 
 def init_megatron(
-    tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, seed: int = 1234
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    seed: int = 1234,
 ) -> ProcessGroupCollection:
     """Initialises Megatron's groups over a rank's world, and its random states as the trainer seeds them."""
     import torch
@@ -335,6 +341,7 @@ def init_megatron(
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     # megatron/training/initialize.py:428: pipeline stages differ, all else is the RNG tracker's.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
