@@ -21,6 +21,7 @@ from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.lowering.build import lower_model, plan_model
 from megasched.lowering.lower import lower_sequence_boundaries
+from megasched.lowering.whole_sequences import SequenceParts, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
 from megasched.plan.plan import Plan
 from megasched.trainer.session import refuse_stages
@@ -36,14 +37,15 @@ class StageModule(nn.Module):
     """Runs the definition's own forward for the layers of one stage; the others are hollow.
 
     The first stage takes token ids [b, s]; a later one the hidden state [b, s, h] ([b, s / tp, h] under sequence
-    parallelism), and what else crosses the cut, in the order in which the stage before returned it. The last one
-    returns logits [b, s, v], whole on each rank.
+    parallelism, and s / cp under context parallelism), and what else crosses the cut, in the order in which the
+    stage before returned it. The last one returns logits [b, s, v], whole on each rank.
 
     Attributes:
         definition: the model; its parameters on this stage have HF's names.
         plan: the plan of the whole model.
         stage: the layers that live here.
         index: number of the stage.
+        parts: this rank's of the sequences; None without context parallelism.
     """
 
     def __init__(self, definition: nn.Module, plan: Plan, stages: Sequence[Stage], index: int) -> None:
@@ -52,6 +54,7 @@ class StageModule(nn.Module):
         self.definition, self.plan, self.stage = definition, plan, stages[index]
         self.structure: LayerStack = plan.structure
         self.index, self.buffers_between = index, StageBuffers()
+        self.parts: SequenceParts | None = None
         self._owners = shared_parameters(plan, stages)
 
     @cached_property
@@ -77,13 +80,21 @@ class StageModule(nn.Module):
             raise ValueError(
                 f"the first stage takes token ids [b, s] alone, and was given {len(received)} tensors"
             )
+        parts = self.parts
+        if parts is not None and self.stage.first:
+            received = (parts.ids(received[0]),)
         between, first = self.buffers_between, received[0]
         between.open, between.device = True, first.device
         split = self.plan.layout.sp and not self.stage.first
         between.batch, between.length = first.shape[0], first.shape[1] * (self.plan.layout.tp if split else 1)
         between.dtype = self._computes_in(first)
         try:
-            return self.definition(input_ids=self._take(received), use_cache=False).logits
+            given = {"input_ids": self._take(received), "use_cache": False}
+            if parts is None:
+                return self.definition(**given).logits
+            with parts.running(between.batch):
+                given |= parts.positions(between.batch, between.length, first.device)
+                return parts.logits(self.definition(**given).logits)
         except StageEnd as end:
             crossing = self.structure.stage_inputs_at(self.stage.stop)
             sent = tuple(one.contiguous() for one in (end.hidden, *(between.values[one] for one in crossing)))
@@ -154,11 +165,12 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
         what = f"stages are made of HF's causal language models, and this is a {type(model).__name__}"
         raise ScheduleError(Problem(what, remedy="train it without pipeline stages"))
     model.config.use_cache = False  # layers would tell each other where they are, beside their arguments
-    plan, runs = plan_model(schedule, staged=True)
+    with one_sequence_rows(schedule.layout):
+        plan, runs = plan_model(schedule, staged=True)
+        _refuse(model, plan, runs)
+        stages = _stages(schedule, plan, runs, count)
     structure = plan.structure
     assert structure is not None
-    _refuse(model, plan, runs)
-    stages = _stages(schedule, plan, runs, count)
     _refuse_other_ties(plan, stages)
     found = StageModule(model, plan, stages, index)
     dtype = next(model.parameters()).dtype
@@ -166,6 +178,8 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     hollow_out_stage(model, structure, stage, between, dtype)
     held = partial(stage.holds, structure)
     context = lower_model(schedule, plan, found, held)
+    if context.context_parallel is not None:
+        found.parts = SequenceParts(plan, context.context_parallel)
     set_entry(model, structure, stage, between)
     lower_sequence_boundaries(model, context, held, first=stage.first, last=stage.last)
     capture_stage_inputs(model, structure, stage, between)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
-from megasched.analysis.cp.packed_sequences import one_sequence_a_row
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.analysis.stages.layer_stack import LayerStack
@@ -33,7 +32,7 @@ from megasched.lowering.groups import NoGroup, check_layout, cp_ranks, ep_group,
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.replica_check import ReplicaCheck
-from megasched.lowering.whole_sequences import refuse_uneven_gradients, take_whole_sequences
+from megasched.lowering.whole_sequences import one_sequence_rows, refuse_uneven_gradients, take_whole_sequences
 from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
@@ -222,8 +221,7 @@ def plan_model(
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
     runs = AnalysisCache(length)
-    whole_rows = one_sequence_a_row() if schedule.layout.cp > 1 else nullcontext()
-    with whole_rows, ExitStack() as undo:
+    with one_sequence_rows(schedule.layout), ExitStack() as undo:
         if inputs is not None:
             undo.callback(enable(model, inputs))
         prepare(schedule, model, inputs=inputs, undo=undo)

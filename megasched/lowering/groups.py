@@ -53,20 +53,12 @@ def check_layout(schedule: Schedule, *, staged: bool) -> None:
         what = f"the schedule is for CP {wanted.cp}, and this process stands in a CP group of {here.cp}"
         remedy = f"megatron.core.parallel_state.initialize_model_parallel(..., context_parallel_size={wanted.cp})"
         problem = Problem(what, remedy=remedy)
-    elif refused := _only_the_trainers(wanted, staged):
-        remedy = "train it through Megatron's trainer: python -m megasched pretrain_gpt.py"
-        problem = Problem(refused, remedy=remedy)
+    elif wanted.pp > 1 and not staged:
+        remedy = "build_stage(sch), or Megatron's trainer: python -m megasched pretrain_gpt.py"
+        what = f"build makes whole models, and the layout has {wanted.pp} pipeline stages"
+        problem = Problem(what, remedy=remedy)
     if problem is not None:
         raise ScheduleError(problem)
-
-
-def _only_the_trainers(layout: ParallelDims, staged: bool) -> str:
-    """Returns what of a layout the library does not do, and what it does instead; empty where it does all."""
-    if layout.pp > 1 and not staged:
-        return f"build makes whole models, and the layout has {layout.pp} pipeline stages"
-    if layout.pp > 1 and layout.cp > 1:
-        return f"pipeline stages take whole sequences here, and the layout has CP {layout.cp}"
-    return ""
 
 
 def tp_group() -> ProcessGroup:

@@ -6,7 +6,8 @@ In between each rank runs its part of the sequence, so the loop around the model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.trials.reach import find_reach
 from megasched.definition.mask_interface import context_masks
 from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.language.parallel_dims import ParallelDims
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.context_parallel import CpGroup
 from megasched.layers.wrap import Forward, wrap_forward
@@ -30,6 +32,11 @@ _SPLIT = ("input_ids", "attention_mask", "position_ids")
 _OF_TOKENS = (*_SPLIT, "labels", "shift_labels")
 # Arguments by which a causal model returns, or goes on from, what is not split.
 _OF_MORE = ("past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
+
+
+def one_sequence_rows(layout: ParallelDims) -> AbstractContextManager[None]:
+    """Returns the context in which a definition is planned: under context parallelism a row is one sequence."""
+    return one_sequence_a_row() if layout.cp > 1 else nullcontext()
 
 
 def refuse_uneven_gradients(model: nn.Module, structure: LayerStack | None) -> None:
@@ -51,18 +58,63 @@ def refuse_uneven_gradients(model: nn.Module, structure: LayerStack | None) -> N
         raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
 
 
+class SequenceParts:
+    """Has a definition run on this rank's part of whole sequences.
+
+    Args:
+        plan: of context parallelism.
+        ranks: those that share a sequence.
+    """
+
+    def __init__(self, plan: Plan, ranks: CpGroup) -> None:
+        assert plan.cp_facts is not None
+        self._takes_positions = plan.cp_facts.takes_positions
+        self._ranks = ranks
+
+    def ids(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part [b, s / cp] of token ids [b, s].
+
+        Raises:
+            ConfigError: the length does not divide.
+        """
+        pieces, length = 2 * self._ranks.zigzag.size, whole.shape[1]
+        if length % pieces:
+            raise ConfigError(
+                f"context parallelism cuts each sequence into {pieces} equal pieces, and here are {length} "
+                f"tokens: pad them, tokenizer(..., pad_to_multiple_of={pieces})"
+            )
+        return self._ranks.zigzag.local_sequence(whole, _SEQUENCE)
+
+    def positions(self, batch: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the argument with the positions [b, s / cp] of a part, if the definition takes them."""
+        if not self._takes_positions:
+            return {}
+        return {"position_ids": self._ranks.zigzag.positions(length, device).expand(batch, length).contiguous()}
+
+    @contextmanager
+    def running(self, batch: int) -> Iterator[None]:
+        """Runs its body, a call of the definition with a part of so many sequences."""
+        self._ranks.batch = batch
+        # transformers takes a jump in positions for the next sequence of a row.
+        with one_sequence_a_row(), context_masks(self._ranks.zigzag, self._ranks.gather):
+            yield
+
+    def logits(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [b, s, v] of whole sequences, on each rank; it takes its part of their gradient."""
+        return self._ranks.gather_result(part, _SEQUENCE)
+
+
 def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
     """Wraps the forward and the loss of a causal language model, in place.
 
     Every rank is given the same token ids and labels, both [b, s], and returns the same logits [b, s, v] and the
     same loss. A gradient is that of the rank's own part until it is summed (``partial_gradients.py``).
     """
-    assert plan.cp_facts is not None
     assert plan.structure is not None
     own: Any = model
-    gathered = _Logits(ranks)
-    signature = inspect.signature(model.forward)
-    takes_positions, calls_loss = plan.cp_facts.takes_positions, plan.structure.calls_loss
+    signature, calls_loss = inspect.signature(model.forward), plan.structure.calls_loss
+    parts = SequenceParts(plan, ranks)
+    gathered = _Logits(parts)
     if calls_loss:
         own.loss_function = gathered.before(own.loss_function)
 
@@ -74,11 +126,12 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
                     f"labels: {type(model).__name__} computes its loss by code of its own, which would see a part "
                     "of the sequence: leave them out, and compute the loss of output.logits"
                 )
-            own_part = _own_part(given, ranks, takes_positions=takes_positions)
-            whole = {name: value for name, value in given.items() if name not in _SPLIT}
-            # transformers takes a jump in positions for the next sequence of a row.
-            with one_sequence_a_row(), context_masks(ranks.zigzag, ranks.gather):
-                output = forward(**whole, **own_part, use_cache=False)
+            _refuse_other_sequences(given)
+            ids = parts.ids(given["input_ids"])
+            given = {name: value for name, value in given.items() if name not in _SPLIT}
+            given |= parts.positions(*ids.shape, ids.device)
+            with parts.running(len(ids)):
+                output = forward(input_ids=ids, **given, use_cache=False)
             output.logits = gathered.whole(output.logits)
             return output
 
@@ -90,15 +143,15 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
 class _Logits:
     """Gathers the logits of a call once, for its loss and for its output."""
 
-    def __init__(self, ranks: CpGroup) -> None:
-        self._ranks = ranks
+    def __init__(self, parts: SequenceParts) -> None:
+        self._parts = parts
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a rank's part, and the whole
 
     def before(self, loss_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Returns the loss function, called with whole logits."""
 
         def of_whole(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            whole = self._ranks.gather_result(logits, _SEQUENCE)
+            whole = self._parts.logits(logits)
             self._last = logits, whole
             return loss_function(whole, *args, **kwargs)
 
@@ -106,7 +159,7 @@ class _Logits:
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         last, self._last = self._last, None
-        return last[1] if last is not None and last[0] is part else self._ranks.gather_result(part, _SEQUENCE)
+        return last[1] if last is not None and last[0] is part else self._parts.logits(part)
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -131,19 +184,9 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
     return found
 
 
-def _own_part(given: Mapping[str, Any], ranks: CpGroup, *, takes_positions: bool) -> dict[str, Any]:
-    """Returns the arguments that are other ones on each rank.
-
-    Raises:
-        ConfigError: the length does not divide, tokens are masked, or positions do not count from 0.
-    """
-    ids, pieces = given["input_ids"], 2 * ranks.zigzag.size
-    if ids.shape[1] % pieces:
-        raise ConfigError(
-            f"context parallelism cuts each sequence into {pieces} equal pieces, and here are {ids.shape[1]} "
-            f"tokens: pad them, tokenizer(..., pad_to_multiple_of={pieces})"
-        )
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+def _refuse_other_sequences(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for rows that are not one sequence from their first token on."""
+    ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not bool(mask.all()):
         raise ConfigError(
             "attention_mask: under context parallelism a token attends to all before it. Pad on the right, leave "
@@ -155,8 +198,3 @@ def _own_part(given: Mapping[str, Any], ranks: CpGroup, *, takes_positions: bool
             "position_ids: context parallelism takes one sequence a row, with positions 0, 1, 2, ...: leave them "
             "out"
         )
-    ranks.batch = ids.shape[0]
-    given_too = {"position_ids": counted.expand(ids.shape)} if takes_positions else {}
-    return {
-        name: ranks.zigzag.local_sequence(w, _SEQUENCE) for name, w in ({"input_ids": ids} | given_too).items()
-    }

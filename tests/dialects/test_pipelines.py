@@ -131,6 +131,17 @@ def test_stages_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
         assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
 
 
+def _on_parts_of_a_sequence_each(family: str) -> dict[str, float]:
+    init_megatron(pp=2, cp=2)
+    return gaps(trained(family, interleaved=False), one_process(family))
+
+
+@pytest.mark.parametrize("family", ["gpt2", slow("qwen3"), slow("gemma2")])
+def test_stages_of_context_parallel_ranks_are_one_process(ranks: Any, family: str) -> None:
+    for found in ranks.run(4, _on_parts_of_a_sequence_each, family):
+        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+
+
 def _filled(folder: str) -> list[str]:
     """Names of a stage's parameters that are not those of the folder; the head is tied to an earlier stage."""
     from megasched.definition.build import build_definition, load_config
