@@ -21,7 +21,7 @@ from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.lowering.build import lower_model, plan_model
 from megasched.lowering.lower import lower_sequence_boundaries
-from megasched.lowering.whole_sequences import SequenceParts, one_sequence_rows
+from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
 from megasched.plan.plan import Plan
 from megasched.trainer.session import refuse_stages
@@ -45,7 +45,7 @@ class StageModule(nn.Module):
         plan: the plan of the whole model.
         stage: the layers that live here.
         index: number of the stage.
-        parts: this rank's of the sequences; None without context parallelism.
+        sequences: what has a rank run its part of them; None without context parallelism.
     """
 
     def __init__(self, definition: nn.Module, plan: Plan, stages: Sequence[Stage], index: int) -> None:
@@ -54,7 +54,7 @@ class StageModule(nn.Module):
         self.definition, self.plan, self.stage = definition, plan, stages[index]
         self.structure: LayerStack = plan.structure
         self.index, self.buffers_between = index, StageBuffers()
-        self.parts: SequenceParts | None = None
+        self.sequences: SplitSequences | None = None
         self._owners = shared_parameters(plan, stages)
 
     @cached_property
@@ -80,9 +80,9 @@ class StageModule(nn.Module):
             raise ValueError(
                 f"the first stage takes token ids [b, s] alone, and was given {len(received)} tensors"
             )
-        parts = self.parts
-        if parts is not None and self.stage.first:
-            received = (parts.ids(received[0]),)
+        sequences = self.sequences
+        if sequences is not None and self.stage.first:
+            received = (sequences.ids(received[0]),)
         between, first = self.buffers_between, received[0]
         between.open, between.device = True, first.device
         split = self.plan.layout.sp and not self.stage.first
@@ -90,11 +90,11 @@ class StageModule(nn.Module):
         between.dtype = self._computes_in(first)
         try:
             given = {"input_ids": self._take(received), "use_cache": False}
-            if parts is None:
+            if sequences is None:
                 return self.definition(**given).logits
-            with parts.running(between.batch):
-                given |= parts.positions(between.batch, between.length, first.device)
-                return parts.logits(self.definition(**given).logits)
+            with sequences.running(between.batch):
+                given |= sequences.positions(between.batch, between.length, first.device)
+                return sequences.logits(self.definition(**given).logits)
         except StageEnd as end:
             crossing = self.structure.stage_inputs_at(self.stage.stop)
             sent = tuple(one.contiguous() for one in (end.hidden, *(between.values[one] for one in crossing)))
@@ -179,7 +179,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     held = partial(stage.holds, structure)
     context = lower_model(schedule, plan, found, held)
     if context.context_parallel is not None:
-        found.parts = SequenceParts(plan, context.context_parallel)
+        found.sequences = SplitSequences(plan, context.context_parallel)
     set_entry(model, structure, stage, between)
     lower_sequence_boundaries(model, context, held, first=stage.first, last=stage.last)
     capture_stage_inputs(model, structure, stage, between)

@@ -58,7 +58,7 @@ def refuse_uneven_gradients(model: nn.Module, structure: LayerStack | None) -> N
         raise ScheduleError(Problem(what, structure.layers, remedy=remedy))
 
 
-class SequenceParts:
+class SplitSequences:
     """Has a definition run on this rank's part of whole sequences.
 
     Args:
@@ -113,8 +113,8 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
     assert plan.structure is not None
     own: Any = model
     signature, calls_loss = inspect.signature(model.forward), plan.structure.calls_loss
-    parts = SequenceParts(plan, ranks)
-    gathered = _Logits(parts)
+    sequences = SplitSequences(plan, ranks)
+    gathered = _Logits(sequences)
     if calls_loss:
         own.loss_function = gathered.before(own.loss_function)
 
@@ -127,10 +127,10 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
                     "of the sequence: leave them out, and compute the loss of output.logits"
                 )
             _refuse_other_sequences(given)
-            ids = parts.ids(given["input_ids"])
+            ids = sequences.ids(given["input_ids"])
             given = {name: value for name, value in given.items() if name not in _SPLIT}
-            given |= parts.positions(*ids.shape, ids.device)
-            with parts.running(len(ids)):
+            given |= sequences.positions(*ids.shape, ids.device)
+            with sequences.running(len(ids)):
                 output = forward(input_ids=ids, **given, use_cache=False)
             output.logits = gathered.whole(output.logits)
             return output
@@ -143,15 +143,15 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
 class _Logits:
     """Gathers the logits of a call once, for its loss and for its output."""
 
-    def __init__(self, parts: SequenceParts) -> None:
-        self._parts = parts
+    def __init__(self, sequences: SplitSequences) -> None:
+        self._sequences = sequences
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a rank's part, and the whole
 
     def before(self, loss_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Returns the loss function, called with whole logits."""
 
         def of_whole(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            whole = self._parts.logits(logits)
+            whole = self._sequences.logits(logits)
             self._last = logits, whole
             return loss_function(whole, *args, **kwargs)
 
@@ -159,7 +159,7 @@ class _Logits:
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         last, self._last = self._last, None
-        return last[1] if last is not None and last[0] is part else self._parts.logits(part)
+        return last[1] if last is not None and last[0] is part else self._sequences.logits(part)
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
