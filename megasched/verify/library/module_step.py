@@ -82,12 +82,12 @@ def take_step(
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     seen = watch.close()  # not before: code that runs again in the backward may ask whether a module has hooks
-    for parameter in parameters.values() if replicas is not None else ():
-        if parameter.grad is not None and getattr(parameter, "allreduce", True):
+    for parameter in parameters.values():
+        if parameter.grad is None or replicas is None:
+            continue
+        if getattr(parameter, "allreduce", True):
             torch.distributed.all_reduce(parameter.grad, group=replicas)
-        elif (
-            parameter.grad is not None
-        ):  # of experts that EP shares out: the model has made it the mean over replicas
+        else:  # an expert that EP shares out, whose gradient the model has made the mean over replicas
             parameter.grad *= replicas.size()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
