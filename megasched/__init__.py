@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megasched.analysis.rules.op_rules import register_op_rule
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.dialects.clipping import clip_grad_norm_
-    from megasched.dialects.initialize import initialize
+    from megasched.dialects.initialize import build, initialize
     from megasched.dialects.stages import build_stage
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megasched.language.schedule_file import register_schedule
     from megasched.language.subgraph import Subgraph
     from megasched.layers.losses.cross_entropy import ParallelCrossEntropy
-    from megasched.lowering.build import apply_schedule, build, create_schedule
+    from megasched.lowering.build import apply_schedule, create_schedule
     from megasched.lowering.materialize import materialize
     from megasched.tuner.space import Space
     from megasched.tuner.tune import tune
@@ -61,7 +61,7 @@ _PUBLIC = {
     "Space": "megasched.tuner.space",
     "Subgraph": "megasched.language.subgraph",
     "apply_schedule": "megasched.lowering.build",
-    "build": "megasched.lowering.build",
+    "build": "megasched.dialects.initialize",
     "build_definition": "megasched.definition.build",
     "build_stage": "megasched.dialects.stages",
     "clip_grad_norm_": "megasched.dialects.clipping",

@@ -28,10 +28,10 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
+from megasched.lowering.call_checks import ReplicaCheck, refuse_unplanned_outputs
 from megasched.lowering.groups import NoGroup, check_layout, cp_ranks, ep_group, refuse_other_ranks, tp_group
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
-from megasched.lowering.replica_check import ReplicaCheck
 from megasched.lowering.whole_sequences import one_sequence_rows, refuse_uneven_gradients, take_whole_sequences
 from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
@@ -164,24 +164,7 @@ def build(
     inputs: Mapping[str, Any] | None = None,
     init_weights: Initialiser | None = None,
 ) -> nn.Module:
-    """Carries out a schedule on its model and returns the model, with its own signature and outputs.
-
-    Real weights keep their values: they are sharded as they are, never re-initialised, untied or unfrozen. Weights
-    deferred by ``init_empty_weights`` stay deferred.
-
-    Args:
-        schedule: schedule of any module, HF or not.
-        inputs: example keyword arguments of the model's forward, from which the communication is derived (their
-            values do not matter). An HF model that takes token ids or images needs none.
-        init_weights: fills deferred weights after the build, each rank its shards: a function of each module, as
-            for ``nn.Module.apply``, which sees whole modules. Values follow from ``torch.initial_seed()`` and a
-            parameter's name at every layout, so seed all ranks alike.
-
-    Raises:
-        ScheduleError: with every problem found; the model is unchanged then.
-        ConfigError: ``init_weights`` is given, and weights are not deferred, or it leaves some uninitialised. The
-            first forward raises it where DDP or FSDP2 replicates the model over other than data-parallel ranks.
-    """
+    """Builds as ``megasched.build`` does without a trainer: see there (dialects/initialize.py)."""
     model = schedule.mod
     source = None if init_weights is None else RandomInit(model, torch.initial_seed(), init_weights)
     dtype = next((parameter.dtype for parameter in model.parameters()), None)
@@ -302,23 +285,10 @@ def lower_model(
         made.register_forward_pre_hook(ReplicaCheck(experts))
     if plan.layout.parallel_output and plan.layout.tp > 1:
         model.loss_function = ParallelLossFunction(context.group)
-    if plan.layout.sp and not _has_router_logits(model, {}):
-        model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    refuse_unplanned_outputs(model, plan.layout)
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return context
-
-
-def _has_router_logits(model: Any, arguments: Mapping[str, Any]) -> bool:
-    asked = arguments.get("output_router_logits")
-    return bool(getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked)
-
-
-def _refuse_router_logits(model: nn.Module, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a call asks for an auxiliary loss that was not planned, with a wrong gradient."""
-    if _has_router_logits(model, arguments):
-        what = "output_router_logits: sequence parallelism was planned without the auxiliary loss"
-        raise ConfigError(f"{what}; set model.config.output_router_logits = True before create_schedule")
 
 
 def _whole(plan: Plan) -> Plan:

@@ -132,8 +132,7 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
             given |= sequences.positions(*ids.shape, ids.device)
             with sequences.running(len(ids)):
                 output = forward(input_ids=ids, **given, use_cache=False)
-            output.logits = gathered.whole(output.logits)
-            return output
+            return _of_whole(output, gathered)
 
         return run
 
@@ -160,6 +159,19 @@ class _Logits:
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         last, self._last = self._last, None
         return last[1] if last is not None and last[0] is part else self._sequences.logits(part)
+
+
+def _of_whole(output: Any, gathered: _Logits) -> Any:
+    """Returns the output of a call with whole logits, and without what is of a rank's part, such as hidden states.
+
+    Raises:
+        ConfigError: the outputs have no names.
+    """
+    if not isinstance(output, dict):
+        what = f"a call returned a {type(output).__name__}, and context parallelism gathers the logits of a"
+        raise ConfigError(f"{what} ModelOutput: leave return_dict=False out of the call and of model.config")
+    whole = {name: value for name, value in output.items() if isinstance(value, torch.Tensor) and not value.dim()}
+    return type(output)(**whole | {"logits": gathered.whole(output["logits"])})
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

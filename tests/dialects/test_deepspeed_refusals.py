@@ -119,27 +119,21 @@ def _built_before() -> str:
     return refusal(sch, zero_config(3))
 
 
-def _experts_over_ep() -> str:
+def _at_layout(size: str) -> str:
     init_megatron()
-    layout = ParallelDims(expert_model_parallel_size=2)
-    return refusal(megasched.create_schedule(tiny_model("mixtral"), layout), zero_config(1))
+    return refusal(megasched.create_schedule(tiny_model("mixtral"), ParallelDims(**{size: 2})), zero_config(1))
 
 
-def test_experts_of_ep_ranks_are_no_replicas(deepspeed_ranks: Any) -> None:
-    (said,) = deepspeed_ranks.run(1, _experts_over_ep)
-    assert "EP 2: ZeRO takes data-parallel ranks for replicas of all parameters" in said
-    assert "train it by DDP or FSDP2" in said
-
-
-def _parts_of_a_sequence() -> str:
-    init_megatron()
-    layout = ParallelDims(context_parallel_size=2)
-    return refusal(megasched.create_schedule(tiny_model("llama"), layout), zero_config(1))
-
-
-def test_ranks_that_share_a_sequence_have_no_samples_of_their_own(deepspeed_ranks: Any) -> None:
-    (said,) = deepspeed_ranks.run(1, _parts_of_a_sequence)
-    assert "CP 2: DeepSpeed gives each rank samples of its own" in said
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("expert_model_parallel_size", "EP 2: ZeRO takes data-parallel ranks for replicas of all parameters"),
+        ("context_parallel_size", "CP 2: DeepSpeed gives each rank samples of its own"),
+    ],
+)
+def test_ranks_that_are_no_replicas_are_refused(deepspeed_ranks: Any, size: str, words: str) -> None:
+    (said,) = deepspeed_ranks.run(1, _at_layout, size)
+    assert words in said
     assert "train it by DDP or FSDP2" in said
 
 

@@ -188,6 +188,7 @@ def _refusals() -> list[str]:
         ("llama", {"pipeline": {"activation_checkpoint_interval": 1}}, {}),
         ("llama", {"checkpoint": {"load_universal": True}}, {}),
         ("llama", {}, {"inputs": {}}),
+        ("llama", {}, {"init_weights": torch.nn.init.zeros_}),
     ):
         sch = megasched.create_schedule(tiny_model(family), name="auto")
         words.append(refusal(sch, pipeline_config(1, **more), **options))
@@ -196,7 +197,7 @@ def _refusals() -> list[str]:
 
 
 def test_what_a_pipeline_does_not_have_is_said(deepspeed_ranks: Any) -> None:
-    for zero, clipped, interval, universal, inputs in deepspeed_ranks.run(2, _refusals):
+    for zero, clipped, interval, universal, inputs, weights in deepspeed_ranks.run(2, _refusals):
         assert "zero_optimization.stage = 2: DeepSpeed's pipelines take 0 or 1" in zero
         assert "zero_optimization.stage = 0 with gradient_clipping" in clipped
         assert "take stage 1" in clipped
@@ -204,6 +205,7 @@ def test_what_a_pipeline_does_not_have_is_said(deepspeed_ranks: Any) -> None:
         assert ".checkpoint() instead" in interval
         assert "checkpoint.load_universal" in universal
         assert "inputs=" in inputs
+        assert "init_weights=: megasched.materialize fills the deferred weights" in weights
 
 
 def _other_order() -> str:

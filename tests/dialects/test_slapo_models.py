@@ -34,6 +34,8 @@ from tests.dialects.steps import (
 from tests.dialects.test_torch import ddp
 from tests.dialects.test_zero import BOUNDS, whole_of, zero_config
 from tests.lowering.images import bottlenecks, pictures, wide_resnet
+from tests.lowering.models import tiny_model
+from tests.lowering.parity import distance
 from tests.lowering.test_objectives import model_of
 
 MODELS = ["bert", "t5"]
@@ -71,7 +73,7 @@ def by_ddp(model: Any) -> Steps:
 def by_zero(model: Any) -> Steps:
     name = objective_of(model).name
     sch = megasched.create_schedule(model, name="auto")
-    engine, *_ = megasched.initialize(sch, target="deepspeed", config=zero_config(1), optimizer=adamw)
+    engine, _ = megasched.build(sch, target="deepspeed", config=zero_config(1), optimizer=adamw)
     losses, norms = [], []
     for batch in DATA[name]():
         losses.append(engine_step_of(engine, batch))
@@ -91,6 +93,28 @@ def _against_one_process(name: str) -> dict[str, dict[str, float]]:
 def test_five_steps_are_those_of_one_process(deepspeed_ranks: Any, name: str) -> None:
     for found in deepspeed_ranks.run(4, _against_one_process, name):
         assert {n: off for n, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)} == {}
+
+
+def _deferred() -> dict[str, float]:
+    """Distances of weights that DeepSpeed's third stage partitions from those that are built without it."""
+    init_megatron(tp=2)
+    torch.manual_seed(1)
+    built = []
+    for target in ({}, {"target": "deepspeed", "config": zero_config(3), "optimizer": adamw}):
+        with megasched.init_empty_weights():
+            model = tiny_model("llama")
+        sch = megasched.create_schedule(model, name="auto")
+        built.append(megasched.build(sch, **target, init_weights=model._init_weights))
+    plain, (engine, _) = built
+    wanted, found = gathered(plain, torch.Tensor.detach), gathered(engine.module, whole_of(3))
+    engine.destroy()
+    return {name: distance(found[name], wanted[name]) for name in wanted}
+
+
+def test_deferred_weights_are_filled_before_they_are_partitioned(deepspeed_ranks: Any) -> None:
+    for found in deepspeed_ranks.run(2, _deferred):
+        assert found
+        assert not any(found.values())
 
 
 class Classifier(nn.Module):

@@ -129,6 +129,8 @@ def _calls():
         "embeddings": {"inputs_embeds": torch.zeros(2, 12, 32)},
         "cache": {"input_ids": ids, "use_cache": True},
         "kept": {"input_ids": ids, "logits_to_keep": 1},
+        "states": {"input_ids": ids, "output_hidden_states": True},
+        "tuple": {"input_ids": ids, "return_dict": False},
     }
     words = {}
     for name, given in wrong.items():
@@ -146,6 +148,24 @@ def test_calls_that_are_refused(ranks):
         assert "inputs_embeds can't be used under context parallelism" in words["embeddings"]
         assert "use_cache can't be used under context parallelism" in words["cache"]
         assert "logits_to_keep can't be used under context parallelism" in words["kept"]
+        assert "output_hidden_states can't be used under context parallelism" in words["states"]
+        assert "a call returned a tuple" in words["tuple"]
+        assert "leave return_dict=False out" in words["tuple"]
+
+
+def _outputs():
+    init_megatron(cp=2)
+    model, ids = tiny_model("mixtral", output_router_logits=True, output_hidden_states=True), token_ids()
+    built, _, _ = scheduled_copy(model, _auto)
+    got, want = (each(input_ids=ids, labels=ids) for each in (built, model))
+    assert len(want.hidden_states) == 3
+    assert len(want.router_logits) == 2
+    assert all(distance(got[name], want[name]) < 1e-5 for name in ("logits", "loss", "aux_loss"))
+    return tuple(got.keys())
+
+
+def test_what_is_of_a_part_of_the_sequence_is_not_returned(ranks):
+    assert ranks.run(2, _outputs) == [("loss", "aux_loss", "logits")] * 2
 
 
 class Experts(nn.Module):

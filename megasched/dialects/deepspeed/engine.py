@@ -20,8 +20,9 @@ from megasched.dialects.stages import Loss
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import Schedule
-from megasched.lowering.build import build_with_plan, placements_of
+from megasched.lowering.build import build, placements_of
 from megasched.patches import registry
+from megasched.weights.random_init import Initialiser
 
 # The model, its optimizer, the loader of training data, the scheduler of the learning rate.
 type Engine = tuple[Any, Any, Any, Any]
@@ -39,6 +40,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
     loss_fn: Loss | None = None,
+    init_weights: Initialiser | None = None,
 ) -> Engine:
     """Builds the model and returns ``(engine, optimizer, loader, scheduler)``, as DeepSpeed's own function does.
 
@@ -53,7 +55,7 @@ def initialize(
             that was built before. By default that of the config.
         model_parameters: what is trained, of a schedule that was built before; by default all that is not frozen.
         training_data, lr_scheduler, collate_fn: as for ``deepspeed.initialize``.
-        inputs: as for ``megasched.build``.
+        inputs, init_weights: as for ``megasched.build``.
         loss_fn: of logits [b, s, v] and labels, for pipeline stages; by default the definition's own.
 
     Raises:
@@ -69,8 +71,11 @@ def initialize(
     if staged and schedule.layout.sp:  # DeepSpeed sends a part by each TP rank of what it takes to be the same
         sent_whole = {"pipe_partitioned": False, "grad_partitioned": False}
         settings["pipeline"] = {**settings.get("pipeline", {}), **sent_whole}
-    _check_options(staged, inputs, loss_fn)
-    model = make_pipeline(schedule, settings, loss_fn) if staged else _whole_model(schedule, settings, inputs)
+    _check_options(staged, inputs, loss_fn, init_weights)
+    if staged:
+        model = make_pipeline(schedule, settings, loss_fn)
+    else:
+        model = _whole_model(schedule, settings, inputs, init_weights)
     _check_parameters(model, optimizer, model_parameters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Engine = deepspeed.initialize(
@@ -96,12 +101,17 @@ def _refuse_layout(layout: ParallelDims) -> None:
             raise ConfigError(f"{name} {size}: {why}; {remedy}")
 
 
-def _whole_model(schedule: Schedule, config: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> nn.Module:
+def _whole_model(
+    schedule: Schedule,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None,
+    init_weights: Initialiser | None,
+) -> nn.Module:
     """Builds a model without pipeline stages, if it is not built yet."""
     if zero_stage(config) == 3:
         _take_leaf(schedule)
     if not schedule.built:
-        build_with_plan(schedule, inputs)
+        build(schedule, inputs=inputs, init_weights=init_weights)
     describe_shards(schedule.mod, placements_of(schedule.mod), schedule.layout.tp)
     return schedule.mod
 
@@ -146,10 +156,12 @@ def _make_groups(schedule: Schedule, deepspeed: Any, stage: int) -> None:
         deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=tp)
 
 
-def _check_options(staged: bool, inputs: Any, loss_fn: Any) -> None:
+def _check_options(staged: bool, inputs: Any, loss_fn: Any, init_weights: Any) -> None:
     """Raises ConfigError where an option is given that would not be used."""
     if staged and inputs is not None:
         raise ConfigError("inputs=: pipeline stages are made of HF's causal language models, which need none")
+    if staged and init_weights is not None:
+        raise ConfigError("init_weights=: megasched.materialize fills the deferred weights of pipeline stages")
     if not staged and loss_fn is not None:
         raise ConfigError("loss_fn=: without pipeline stages the model's own forward returns the loss")
 

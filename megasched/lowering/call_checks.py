@@ -1,7 +1,8 @@
-"""Refuses trainers that take ranks with other shards of a built model for replicas of it."""
+"""Checks the calls of a built model: by which trainer, and for which outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import distributed, nn
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megasched.errors import ConfigError
+from megasched.language.parallel_dims import ParallelDims
 
 
 class ReplicaCheck:
@@ -88,3 +90,30 @@ def _experts_taken(model: nn.Module, experts: frozenset[str]) -> tuple[str, str]
         if isinstance(parameter, DTensor) or id(parameter) in averaged:
             return "FSDP2" if isinstance(parameter, DTensor) else "DDP", name
     return None
+
+
+def refuse_unplanned_outputs(model: nn.Module, layout: ParallelDims) -> None:
+    """Has each call of a model that was just built refuse what its config did not ask for when it was planned.
+
+    transformers records it within layers by hooks. Unplanned attentions are those of a rank's heads, and an
+    auxiliary loss over parts of a sequence has a wrong gradient.
+    """
+    parts = {"output_attentions": layout.tp > 1, "output_router_logits": layout.sp}
+    flags = [flag for flag, part in parts.items() if part and not _asked(model, {}, flag)]
+
+    def refuse(model: nn.Module, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+        for flag in flags:
+            if _asked(model, arguments, flag):
+                raise ConfigError(
+                    f"{flag}: the model was planned without it; set model.config.{flag} = True before "
+                    "create_schedule"
+                )
+
+    if flags:
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def _asked(model: Any, arguments: Mapping[str, Any], flag: str) -> bool:
+    """Returns whether a call with the arguments, or else the model's config, asks for the output."""
+    asked = arguments.get(flag)
+    return bool(getattr(getattr(model, "config", None), flag, False) if asked is None else asked)
