@@ -1,7 +1,7 @@
 """One trainer on one of its ranks: builds the model and steps; the first rank writes what the steps took.
 
-``trainers.py`` starts it under torchrun. Every trainer has the same weights, global batch, AdamW, clipping and
-loss, in float32, so that the losses of its steps say whether it does what the others do.
+``trainers.py`` starts it under torchrun. Every trainer has the same weights, global batch, AdamW, clipping, loss
+and precision, so that the losses of its steps say whether it does what the others do.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Job:
         sequences: in a step, over all ranks.
         warmup, steps: steps before the timed ones, and those.
         rehearse: on the CPU; megasched and Megatron see CUDA emulated.
+        bf16: products in bfloat16, weights and their updates in float32; each trainer has its own way to say so.
 
     Raises:
         ValueError: TP does not divide the ranks, or those the sequences.
@@ -55,6 +56,7 @@ class Job:
     warmup: int
     steps: int
     rehearse: bool
+    bf16: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks % self.tp or self.sequences % self.ranks:
@@ -65,7 +67,7 @@ class Job:
         replicas = self.ranks // tp
         each = self.sequences // replicas
         return trainer_side.Setting(
-            self.shape, each, rehearse=self.rehearse, tp=tp, extra=AS_MEGATRON, replicas=replicas
+            self.shape, each, self.bf16, self.rehearse, tp, extra=AS_MEGATRON, replicas=replicas
         )
 
 
@@ -131,10 +133,13 @@ def adamw(parameters: Any) -> Any:
 
 def by_hand(run: Run, model: Any, wrapped: Any, clip: Callable[[], Any]) -> Step:
     """A plain loop; ``clip`` clips the gradients of the model."""
+    import torch
+
     optimizer, batch = adamw(model.parameters()), run.batch()
 
     def step() -> Any:
-        loss = wrapped(**batch).loss
+        with torch.autocast(run.device, torch.bfloat16, enabled=run.job.bf16):
+            loss = wrapped(**batch).loss
         loss.backward()
         clip()
         optimizer.step()
@@ -156,17 +161,32 @@ def hf_ddp(run: Run, compiled: bool = False) -> Step:
     return by_hand(run, model, wrapped, lambda: clip_grad_norm_(model.parameters(), CLIP))
 
 
+def hf_liger_ddp(run: Run) -> Step:
+    """The same with Liger's kernels, its fused head and loss included."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.utils import clip_grad_norm_
+
+    run.join()
+    model = run.model()
+    _apply_liger_kernel_to_instance(model=model)
+    return by_hand(run, model, DistributedDataParallel(model), lambda: clip_grad_norm_(model.parameters(), CLIP))
+
+
 def hf_fsdp2(run: Run) -> Step:
     """FSDP2 over all ranks, layer by layer."""
+    import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.utils import clip_grad_norm_
 
     run.join()
     model, mesh = run.model(), init_device_mesh(run.device, (run.job.ranks,))
+    dtype = torch.bfloat16 if run.job.bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return by_hand(run, model, model, lambda: clip_grad_norm_(model.parameters(), CLIP))
 
 
@@ -212,6 +232,7 @@ def zero(run: Run, stage: int, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": run.job.sequences // (run.job.ranks // run.tp),
         "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": run.job.bf16},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": CLIP,
         "steps_per_print": 10**9,
@@ -254,7 +275,10 @@ def megatron(run: Run, builder: str) -> Step:
     run.mark()
     side, data = trainer_side.build(args, builder), trainer_side.batches(setting)
     if builder == native.NATIVE:
-        native.fill(side.model[0].module, run.model(), args.rank % run.tp, run.tp)
+        from megatron.core.utils import unwrap_model
+
+        native.fill(unwrap_model(side.model[0]), run.model(), args.rank % run.tp, run.tp)
+        side.optimizer.reload_model_params()  # what it keeps in float32
 
     def step() -> Any:
         side.step(data)
@@ -281,6 +305,7 @@ class Trainer:
 TRAINERS = {
     "hf_ddp": Trainer(hf_ddp),
     "hf_compile_ddp": Trainer(partial(hf_ddp, compiled=True)),
+    "hf_liger_ddp": Trainer(hf_liger_ddp),
     "hf_fsdp2": Trainer(hf_fsdp2),
     "deepspeed_zero1": Trainer(partial(deepspeed, stage=1), deepspeed=True),
     "deepspeed_zero3": Trainer(partial(deepspeed, stage=3), deepspeed=True),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megasched.definition.build import build_definition, init_empty_weights, load_config
     from megasched.dialects.clipping import clip_grad_norm_
     from megasched.dialects.initialize import build, initialize
+    from megasched.dialects.saving import full_state_dict, save_pretrained
     from megasched.dialects.stages import build_stage
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
@@ -66,6 +67,7 @@ _PUBLIC = {
     "build_stage": "megasched.dialects.stages",
     "clip_grad_norm_": "megasched.dialects.clipping",
     "create_schedule": "megasched.lowering.build",
+    "full_state_dict": "megasched.dialects.saving",
     "init_empty_weights": "megasched.definition.build",
     "initialize": "megasched.dialects.initialize",
     "list_primitives": "megasched.language.registry",
@@ -78,6 +80,7 @@ _PUBLIC = {
     "register_primitive": "megasched.language.registry",
     "register_schedule": "megasched.language.schedule_file",
     "replay": "megasched.language.schedule",
+    "save_pretrained": "megasched.dialects.saving",
     "save_records": "megasched.language.records",
     "tune": "megasched.tuner.tune",
     "verify": "megasched.verify.library.verify_module",

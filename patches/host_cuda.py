@@ -115,6 +115,13 @@ SURFACES: dict[str, tuple[Surface, ...]] = {
     ),
     # megatron/core/optimizer/optimizer.py:690 and clip_grads.py:174 compare type names.
     "tensor type names": (Surface("torch:Tensor.type", "tensor_type"),),
+    # Autocast of CUDA is that of the CPU: torch.amp.custom_bwd, around Megatron's linears, restores it for CUDA.
+    "autocast": (
+        Surface("torch:is_autocast_enabled", "is_autocast_enabled"),
+        Surface("torch:set_autocast_enabled", "set_autocast_enabled"),
+        Surface("torch:get_autocast_dtype", "get_autocast_dtype"),
+        Surface("torch:set_autocast_dtype", "set_autocast_dtype"),
+    ),
     "data loading": (Surface("torch.utils.data:DataLoader.__init__", "dataloader_init"),),
     "backward": (Surface("torch.autograd:_engine_run_backward", "run_backward"),),
     # Decides by Tensor.is_cuda whether token counts become the numpy arrays that all_to_all needs.

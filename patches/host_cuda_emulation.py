@@ -248,6 +248,34 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return MEMORY_BYTES, MEMORY_BYTES
 
 
+# --- autocast: CUDA's and the CPU's are one
+
+_autocast_enabled, _set_autocast_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_autocast_dtype, _set_autocast_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+
+
+def is_autocast_enabled(device_type: str = "cuda") -> bool:
+    return _autocast_enabled(_type_of(device_type))
+
+
+def set_autocast_enabled(*args: Any) -> None:
+    """Takes a device type and whether it is on; that alone is for CUDA."""
+    device_type, enabled = args if len(args) == 2 else ("cuda", *args)
+    _set_autocast_enabled(_type_of(device_type), enabled)
+
+
+def get_autocast_dtype(device_type: str) -> torch.dtype:
+    return _autocast_dtype(_type_of(device_type))
+
+
+def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+    _set_autocast_dtype(_type_of(device_type), dtype)
+
+
+def _type_of(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" else device_type
+
+
 # --- tensors
 
 _tensor_type = torch.Tensor.type

@@ -113,6 +113,8 @@ class RowLinear(RowParallelLinear):
             output = self.tokens.as_before(super().forward(self.tokens.sequence_first(x))[0], x)
         else:
             output = super().forward(x)[0]
+        if (dtype := biased_product.autocast_dtype(x)) is not None:
+            output = output.to(dtype)  # Megatron has added a float32 bias
         if self.inside:
             output = all_reduce_gradient(output, self.tp_group)
         return output.clone() if self.overwritten else output

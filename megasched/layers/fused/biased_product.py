@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> torch.Tensor:
-    """Returns ``input @ weight.t() + bias``, [..., out].
+    """Returns ``input @ weight.t() + bias``, [..., out], under ``torch.autocast`` all in its dtype.
+
+    Megatron's function sends its input as it is given, and adds a float32 bias to what autocast has rounded.
 
     Args:
         input: [..., in]
@@ -26,11 +28,20 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         bias: [out]
         options: of Megatron's function, by its names.
     """
+    if (dtype := autocast_dtype(input)) is not None:
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
     if bias is not None and _computes_alone(**options):
         return F.linear(input, weight, bias)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     forward = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
     return forward(input, weight, bias, **options)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype in which ``torch.autocast`` has products of a tensor computed; None where it is off."""
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _computes_alone(
