@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -61,19 +61,24 @@ def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> U
     Raises:
         ConfigError: the target does not exist.
     """
-    owner, name = locate(target)
-    old = resolve(target)
-    # An inherited attribute must be deleted again, not copied down to the subclass.
-    own = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    _rebind(old, value, rebind)
+    return set_attributes({target: value}, rebind=rebind)
+
+
+def set_attributes(values: Mapping[str, Any], *, rebind: tuple[str, ...] = ()) -> Undo:
+    """Sets several targets as ``set_attribute`` does one, in one walk through the modules of ``rebind``.
+
+    Raises:
+        ConfigError: a target does not exist; none is changed then.
+    """
+    changes = [_Change(*locate(target), resolve(target), value) for target, value in values.items()]
+    for change in changes:
+        setattr(change.owner, change.name, change.new)
+    _rebind([(change.name, change.old, change.new) for change in changes], rebind)
 
     def undo() -> None:
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-        _rebind(value, old, rebind)
+        for change in reversed(changes):
+            change.undo()
+        _rebind([(change.name, change.new, change.old) for change in changes], rebind)
 
     return undo
 
@@ -105,13 +110,41 @@ def undo_all(undos: Iterable[Undo]) -> None:
         undo()
 
 
-def _rebind(old: Any, new: Any, packages: tuple[str, ...]) -> None:
+class _Change:
+    """Holds an attribute that gets another value."""
+
+    def __init__(self, owner: Any, name: str, old: Any, new: Any) -> None:
+        self.owner, self.name, self.old, self.new = owner, name, old, new
+        # An inherited attribute must be deleted again, not copied down to the subclass.
+        self._own = vars(owner).get(name, _ABSENT)
+
+    def undo(self) -> None:
+        if self._own is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self._own)
+
+
+def _rebind(changes: Sequence[tuple[str, Any, Any]], packages: tuple[str, ...]) -> None:
+    """Changes copies of values in the modules of packages.
+
+    Args:
+        changes: name, old and new value of each attribute. Where several have one old value, a copy is of the one
+            that has its name, if there is any.
+    """
     if not packages:
         return
+    by_old: dict[int, dict[str, Any]] = {}
+    for name, old, new in changes:
+        by_old.setdefault(id(old), {})[name] = new
     # Thousands of modules are loaded, of which few are in a package: the start of its name is what is asked first.
     of_packages = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(packages)]
     inside = tuple(f"{package}." for package in packages)
     for module_name, module in of_packages:
         if f"{module_name}.".startswith(inside) and isinstance(module, ModuleType):
-            for name in [name for name, value in list(vars(module).items()) if value is old]:
-                setattr(module, name, new)
+            held = vars(module).copy()
+            if by_old.keys().isdisjoint(map(id, held.values())):  # as nearly all
+                continue
+            for name, value in held.items():
+                if (found := by_old.get(id(value))) is not None:
+                    setattr(module, name, found.get(name, next(iter(found.values()))))

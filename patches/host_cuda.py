@@ -29,7 +29,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from megasched.attributes import Undo, set_attribute
+from megasched.attributes import Undo, set_attributes
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.patches.registry import Patch
@@ -163,9 +163,11 @@ def _change(*, force: bool = False, quiet: bool = False) -> list[Undo]:
     mode = emulation.DeviceRewriting()
     mode.__enter__()
     undos.append(lambda: mode.__exit__(None, None, None))
-    for surfaces in SURFACES.values():
-        for target, name in surfaces:
-            undos.append(set_attribute(target, getattr(emulation, name), rebind=("megatron",)))
+    stand_ins = {target: getattr(emulation, name) for surfaces in SURFACES.values() for target, name in surfaces}
+    of_megatron = {target for target in stand_ins if target.startswith("megatron")}
+    # torch's first: Megatron asks for CUDA where it is imported, and that is where its own targets are found.
+    for targets in (stand_ins.keys() - of_megatron, of_megatron):
+        undos.append(set_attributes({target: stand_ins[target] for target in targets}, rebind=("megatron",)))
     undos.append(_silence_shared_generator_warning())
     if not quiet and os.environ.get("RANK", "0") == "0":
         print(_banner(emulation.device_count()), file=sys.stderr, flush=True)

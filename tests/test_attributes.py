@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megasched.attributes import call_after, resolve, set_attribute, undo_all
+from megasched.attributes import call_after, resolve, set_attribute, set_attributes, undo_all
 from megasched.errors import ConfigError
 
 
@@ -103,3 +103,26 @@ def test_what_comes_after_a_function_comes_after_its_error_too(house):
     assert called == ["function", "end"] * 2
     undo()
     assert house.stock.function is house.rooms.function is stock
+
+
+def test_attributes_that_get_one_value_come_back_each_as_it_was(house, monkeypatch):
+    def other():
+        return "other"
+
+    house.stock.other = house.rooms.other = other
+    undo = set_attributes(
+        {"house.stock:function": replacement, "house.stock:other": replacement}, rebind=("house",)
+    )
+    assert [house.stock.other, house.rooms.function, house.rooms.other] == [replacement] * 3
+    late = ModuleType("house.late")
+    late.other = house.stock.other
+    monkeypatch.setitem(sys.modules, "house.late", late)
+    undo()
+    assert [house.stock.function, house.rooms.function] == [original] * 2
+    assert [house.stock.other, house.rooms.other, late.other] == [other] * 3
+
+
+def test_nothing_is_changed_where_one_target_does_not_exist(house):
+    with pytest.raises(ConfigError, match="no such attribute"):
+        set_attributes({"house.stock:function": replacement, "house.stock:gone": replacement})
+    assert house.stock.function is original
