@@ -37,7 +37,7 @@ DEFAULT_ITERS = 300
 # In Python, as it is without megasched.
 GENERATE = (
     "from transformers import pipeline; "
-    'print(pipeline("text-generation", {folder})("import os", max_new_tokens=200)[0]["generated_text"])'
+    'print(pipeline("text-generation", {folder})("import os", max_new_tokens=100)[0]["generated_text"])'
 )
 
 

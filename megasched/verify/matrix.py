@@ -17,12 +17,10 @@ from typing import Any
 
 from megasched.definition.small_models.small_models import causal_lm_types, write_small_model
 from megasched.errors import ConfigError, did_you_mean
-from megasched.trainer.evidence.compatibility import DATA, load_matrix
+from megasched.trainer.evidence.matrix import DATA, LAYOUT_NAMES, load_matrix
 from megasched.verify.facts import facts
-from megasched.verify.parity import LAYOUTS, check_layout, failure
+from megasched.verify.parity import check_layout, failure
 from megasched.verify.ranks.pool import RankError, RankPool
-
-LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "one")
 
 
 def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:

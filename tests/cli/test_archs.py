@@ -7,8 +7,8 @@ import pytest
 from megasched.cli.check import archs
 from megasched.cli.main import main
 from megasched.errors import ConfigError
-from megasched.trainer.evidence.compatibility import load_matrix
-from megasched.verify.matrix import LAYOUT_NAMES, check_here
+from megasched.trainer.evidence.matrix import LAYOUT_NAMES, load_matrix
+from megasched.verify.matrix import check_here
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD = {"loss": 1e-8, "logits": 2e-7, "gradient": 3e-7, "grad_norm": 0.0}

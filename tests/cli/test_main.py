@@ -38,6 +38,7 @@ JOB = ("--gpus", "8", "--seq-length", "8", "--global-batch-size", "8")
         (["--help"], 0),
         (["--version"], 0),
         (["primitives"], 0),
+        (["archs", "LlamaForCausalLM"], 0),
         (["show", "--help"], 0),
         (["nonsense"], 2),
         (["show", "--model-schedule", "auto", "--hf-model", "./absent"], 1),

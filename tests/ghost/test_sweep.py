@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megasched.trainer.evidence.compatibility import load_matrix
+from megasched.trainer.evidence.matrix import load_matrix
 from tests.ghost import process
 from tests.ghost.sweep_case import Result
 from tests.model_adapters.facts import facts_of

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from megasched.trainer.evidence.compatibility import load_matrix
+from megasched.trainer.evidence.matrix import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
 from tests.model_adapters.facts import facts_of
 from tests.parity.cases import slow, spread

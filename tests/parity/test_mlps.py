@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from megasched.trainer.evidence.compatibility import load_matrix
+from megasched.trainer.evidence.matrix import load_matrix
 from megasched.verify.parity import LAYOUTS as CHECKED
 from tests.parity.cases import slow, spread
 from tests.parity.mixtures import LAYOUTS as OF_MIXTURES

@@ -16,8 +16,7 @@ from megasched.errors import ConfigError, did_you_mean
 from megasched.json_output import print_json
 from megasched.printing.shell_command import shell_command
 from megasched.printing.tables import plain_table
-from megasched.trainer.evidence.compatibility import load_matrix
-from megasched.verify.matrix import LAYOUT_NAMES
+from megasched.trainer.evidence.matrix import LAYOUT_NAMES, load_matrix
 
 MARKS = {"equal": "yes", "wrong": "WRONG", "refused": "refused", "failed": "fails", "not applicable": "–"}
 COLOURS = {"equal": "green", "wrong": "bold red", "refused": "yellow", "failed": "red", "not applicable": "dim"}

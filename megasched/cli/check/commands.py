@@ -139,9 +139,7 @@ def archs(
     as_json: Json = False,
 ) -> None:
     """Print which architectures are known to compute what HF computes, at which layouts."""
-    with command_imports():
-        from megasched.cli.check import archs as report
-        from megasched.verify.matrix import check_here
+    from megasched.cli.check import archs as report
 
     if run and name is None:
         raise typer.BadParameter("--run needs the name of an architecture")
@@ -149,6 +147,8 @@ def archs(
         report.print_all(as_json=as_json, as_markdown=as_markdown)
         return
     if run:
+        with command_imports():
+            from megasched.verify.matrix import check_here
         with json_only(as_json):
             results = check_here(name)
         good = report.print_one(name, results, as_json=as_json)

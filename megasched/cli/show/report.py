@@ -19,7 +19,8 @@ from megasched.language.records import Record
 from megasched.planner.measure.parameter_counts import ParameterCounts
 from megasched.planner.memory import static_bytes
 from megasched.planner.predict import StepFlags
-from megasched.trainer.evidence.compatibility import load_matrix, unchecked_options, unverified, verify_command
+from megasched.trainer.evidence.compatibility import unchecked_options, unverified, verify_command
+from megasched.trainer.evidence.matrix import load_matrix
 from megasched.trainer.session import Session, open_session
 from megasched.trainer.session_from_args import parameter_counts
 from megasched.trainer.stages.stage import Stage

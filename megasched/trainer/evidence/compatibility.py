@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.objectives import CAUSAL_LM, objective_of
@@ -16,15 +15,11 @@ from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.printing.shell_command import shell_command
-from megasched.reading.files import Expected, is_regular
-from megasched.reading.json_file import read_json
 from megasched.trainer.evidence.certificate import custom_classes
+from megasched.trainer.evidence.matrix import load_matrix
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-DATA = Path(__file__).with_name("compatibility.json")
-MATRIX = Expected("the results of `python -m megasched.verify.matrix`")
 
 # The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
 OTHER_OBJECTIVES = {
@@ -39,17 +34,6 @@ DOUBTS = {
     "failed": "failed",
     "refused": "was refused",
 }
-
-
-def load_matrix(path: Path = DATA) -> dict[str, Any]:
-    """Returns the results of ``make matrix``; empty where there is no such file.
-
-    Returns:
-        ``types``: model type -> layout -> outcome, with ``facts`` beside; ``versions`` that they were made with;
-        ``older``: model type -> versions, of those that have not been checked with these.
-    """
-    empty: dict[str, Any] = {"versions": {}, "types": {}, "older": {}}
-    return empty | (read_json(path, MATRIX, {f"{key}?": {} for key in empty}) if is_regular(path) else {})
 
 
 def checks_for(layout: ParallelDims) -> list[str]:
