@@ -7,6 +7,8 @@ by the commands that need them, when they run.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     print_anything()
+    # Else the interpreter looks through all that was imported before it ends: a second, where that is Megatron.
+    atexit.register(gc.freeze)
     if arguments and arguments[0].endswith(".py"):
         from megasched.trainer.entry import run_script
 

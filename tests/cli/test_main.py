@@ -70,6 +70,15 @@ def test_commands_do_without_the_compiler(monkeypatch):
     assert "torch._inductor.compile_fx" not in imported
 
 
+def test_the_end_does_not_look_through_what_was_imported():
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"  # it is called last
+        "from megasched.cli import main; main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
+
+
 def test_help_is_quick():
     times = []
     for _ in range(3):
