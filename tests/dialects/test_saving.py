@@ -9,7 +9,9 @@ from torch import nn
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
+from tests.dialects.steps import adamw
 from tests.dialects.test_torch import fsdp2
+from tests.dialects.test_zero import zero_config
 from tests.lowering.models import Mlp, tiny_model
 
 
@@ -102,6 +104,25 @@ def _stages(folder, interleaved):
 def test_stages(ranks, tmp_path, interleaved):
     size = 2 if interleaved else 4
     assert ranks.run(size, _stages, str(tmp_path / "saved"), interleaved) == [[]] * size
+
+
+def _under_zero(stage):
+    init_megatron(tp=2)
+    model = tiny_model("qwen3")
+    sch = megasched.create_schedule(copy.deepcopy(model), name="auto")
+    engine, _ = megasched.build(sch, target="deepspeed", config=zero_config(stage), optimizer=adamw)
+    try:
+        return _differences(megasched.full_state_dict(engine.module), model)
+    finally:
+        engine.destroy()
+
+
+def test_an_engine_of_deepspeed(deepspeed_ranks):
+    assert deepspeed_ranks.run(4, _under_zero, 2) == [[]] * 4
+    with pytest.raises(
+        AssertionError, match="DeepSpeed's ZeRO-3 has the weights: save a checkpoint by the engine"
+    ):
+        deepspeed_ranks.run(2, _under_zero, 3)
 
 
 class Normed(nn.Module):
