@@ -149,28 +149,29 @@ def by_hand(run: Run, model: Any, wrapped: Any, clip: Callable[[], Any]) -> Step
     return step
 
 
-def hf_ddp(run: Run, compiled: bool = False) -> Step:
-    """DDP over all ranks."""
-    import torch
+def hf_ddp(run: Run, prepare: Callable[[Any], Any] = lambda model: model) -> Step:
+    """DDP over all ranks; ``prepare`` makes of the model what is called."""
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
 
     run.join()
     model = run.model()
-    wrapped = DistributedDataParallel(torch.compile(model, dynamic=False) if compiled else model)
+    wrapped = DistributedDataParallel(prepare(model))
     return by_hand(run, model, wrapped, lambda: clip_grad_norm_(model.parameters(), CLIP))
 
 
-def hf_liger_ddp(run: Run) -> Step:
-    """The same with Liger's kernels, its fused head and loss included."""
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.nn.utils import clip_grad_norm_
+def compiled(model: Any) -> Any:
+    import torch
 
-    run.join()
-    model = run.model()
+    return torch.compile(model, dynamic=False)
+
+
+def by_liger(model: Any) -> Any:
+    """With Liger's kernels, its fused head and loss included."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
     _apply_liger_kernel_to_instance(model=model)
-    return by_hand(run, model, DistributedDataParallel(model), lambda: clip_grad_norm_(model.parameters(), CLIP))
+    return model
 
 
 def hf_fsdp2(run: Run) -> Step:
@@ -304,8 +305,8 @@ class Trainer:
 
 TRAINERS = {
     "hf_ddp": Trainer(hf_ddp),
-    "hf_compile_ddp": Trainer(partial(hf_ddp, compiled=True)),
-    "hf_liger_ddp": Trainer(hf_liger_ddp),
+    "hf_compile_ddp": Trainer(partial(hf_ddp, prepare=compiled)),
+    "hf_liger_ddp": Trainer(partial(hf_ddp, prepare=by_liger)),
     "hf_fsdp2": Trainer(hf_fsdp2),
     "deepspeed_zero1": Trainer(partial(deepspeed, stage=1), deepspeed=True),
     "deepspeed_zero3": Trainer(partial(deepspeed, stage=3), deepspeed=True),

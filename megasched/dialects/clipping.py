@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megasched.dialects.stages import StageModule
 from megasched.lowering.build import placements_of
+from megasched.lowering.groups import group_of
 from megasched.plan.placement import Placement
 
 
@@ -64,13 +65,7 @@ def _total(squares: dict[tuple[ProcessGroup, ...], torch.Tensor], *, staged: boo
 
 def _groups(parameter: torch.Tensor, placement: Placement) -> tuple[ProcessGroup, ...]:
     """Returns the groups over which a parameter is spread, so that each rank has another part of it."""
-    from megatron.core import parallel_state
-
-    cut_over = {
-        "tp": parallel_state.get_tensor_model_parallel_group,
-        "ep": parallel_state.get_expert_model_parallel_group,
-    }
-    groups = [cut_over[placement.group]()] if placement.sharded else []
+    groups = [group_of(placement.group)] if placement.sharded else []
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         groups += [mesh.get_group(dim) for dim, laid in enumerate(parameter.placements) if laid.is_shard()]

@@ -15,7 +15,7 @@ from megasched.dialects.stages import StageModule
 from megasched.errors import ConfigError
 from megasched.files import whole_folder
 from megasched.lowering.build import is_built, placements_of, plan_of
-from megasched.lowering.groups import ep_group, tp_group
+from megasched.lowering.groups import group_of
 from megasched.plan.placement import Placement
 
 
@@ -101,7 +101,7 @@ def _whole(local: torch.Tensor, placement: Placement | None, *, keep: bool) -> t
     """Returns the HF tensor of which each rank of a group has a shard, on the CPU of a rank that keeps it."""
     shards = [local]
     if placement is not None and placement.sharded:
-        group: Any = {"tp": tp_group, "ep": ep_group}[placement.group]()
+        group = group_of(placement.group)
         if group.size() > 1:
             local = local.contiguous()
             shards = [torch.empty_like(local) for _ in range(group.size())] if group.rank() == 0 else []

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.parallel_dims import ParallelDims
+from megasched.language.parallel_dims import Group, ParallelDims
 from megasched.language.records import caller_source
 from megasched.language.schedule import Schedule, current_layout
 from megasched.layers.context_parallel import CpGroup
@@ -73,6 +73,11 @@ def ep_group() -> ProcessGroup:
 
     grouped = parallel_state.model_parallel_is_initialized()
     return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group() if grouped else NoGroup())
+
+
+def group_of(name: Group) -> ProcessGroup:
+    """Returns the ranks over which a placement of that group cuts a parameter."""
+    return tp_group() if name == "tp" else ep_group()
 
 
 def cp_ranks(layout: ParallelDims) -> CpGroup | None:
