@@ -30,7 +30,8 @@ def full_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.T
             ``fully_shard`` may have sharded it.
 
     Raises:
-        ConfigError: the model was not built, or is a copy of one that was; or DeepSpeed's ZeRO-3 has its weights.
+        ConfigError: the model was not built, or is a copy of one that was; or has got another parameter since; or
+            DeepSpeed's ZeRO-3 has its weights.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
@@ -90,6 +91,10 @@ def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
+        if isinstance(tensor, nn.Parameter) and name not in placements and id(tensor) not in known:
+            raise ConfigError(
+                f"{name}: it is not of the model that was built, so that nobody knows what a rank has"
+            )
         if id(tensor) not in known:  # a tied one is gathered once
             local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             known[id(tensor)] = _whole(local.detach(), placements.get(name), keep=keep)

@@ -154,6 +154,11 @@ def test_statistics_of_batch_norms_that_tp_cuts(ranks):
     assert ranks.run(2, _statistics) == [(9, (4,)), (0, (4,))]
 
 
+def _with_another(built):
+    built.model.another = nn.Parameter(torch.zeros(2))
+    return built
+
+
 def _refused(folder, there):
     init_megatron(tp=2)
     model = tiny_model("llama")
@@ -164,6 +169,7 @@ def _refused(folder, there):
         lambda: megasched.save_pretrained(megasched.build(sch), folder),
         lambda: megasched.save_pretrained(built, there),
         lambda: megasched.save_pretrained(built, folder, max_shard_size="much"),
+        lambda: megasched.full_state_dict(_with_another(built)),
     ):
         with pytest.raises((megasched.ConfigError, ValueError)) as raised:
             save()
@@ -175,9 +181,10 @@ def test_what_can_not_be_saved_is_said_on_all_ranks(ranks, tmp_path):
     there, folder = tmp_path / "there", tmp_path / "new"
     there.mkdir()
     (there / "config.json").write_text("{}")
-    for plain, mlp, taken, option in ranks.run(2, _refused, str(folder), str(there)):
+    for plain, mlp, taken, option, another in ranks.run(2, _refused, str(folder), str(there)):
         assert "this LlamaForCausalLM was not built by megasched, or is a copy" in plain
         assert "a Mlp is no model of transformers" in mlp
         assert f"{there}: there is something already" in taken
         assert "much" in option or "size" in option
+        assert "model.another: it is not of the model that was built" in another
     assert os.listdir(tmp_path) == ["there"]
