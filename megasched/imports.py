@@ -6,10 +6,15 @@ import gc
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import packages_distributions, version
+from traceback import walk_tb
 from typing import Any
+
+from megasched.errors import ConfigError
 
 # Warnings of no use to whoever starts a run begin so: a flag comes before the script's default, one process is
 # rank 0, more is imported than used, Megatron asks for the gradient of what is not a leaf.
@@ -73,18 +78,52 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextmanager
+def named_package() -> Iterator[None]:
+    """Runs its body, which imports packages; says which of them can't be imported.
+
+    Raises:
+        ConfigError: an installed package raised an error as it was imported, such as one whose compiled code was
+            made for another torch or another CUDA; Megatron passes over an ImportError alone.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        failed = _failed_package(error)
+        if failed is None:
+            raise
+        raise ConfigError(
+            f"{failed} can't be imported here: {type(error).__name__}: {error}. Install one that was made for the "
+            "Python, torch and CUDA libraries that are installed, or uninstall it"
+        ) from error
+
+
+def _failed_package(error: Exception) -> str | None:
+    """Returns name and version of the package whose code raised an error; None where it is ours, or unknown."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in modules]
+    others = [name for name in packages if name not in sys.stdlib_module_names]
+    distributions = packages_distributions().get(others[-1], []) if others else []
+    return f"{others[-1]} {version(distributions[0])}" if distributions and others[-1] != __package__ else None
+
+
+@contextmanager
 def command_imports() -> Iterator[None]:
     """Runs its body, in which a command that runs no model on a GPU imports what it needs, quietly.
 
     Megatron decorates functions with ``torch.compile``, which imports torch's compiler (``torch._inductor``): a
     quarter of what Megatron's import takes. In the body it returns functions as they are.
+
+    Raises:
+        ConfigError: see ``named_package``.
     """
     import torch
 
     compile_ = torch.compile
     torch.compile = _uncompiled  # type: ignore[assignment]
     try:
-        with without_collections(), quiet_imports():
+        with without_collections(), quiet_imports(), named_package():
             yield
     finally:
         torch.compile = compile_

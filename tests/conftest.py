@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -42,6 +42,23 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     pool = RankPool(cwd=Path(pytestconfig.rootpath))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes an installed package whose compiled code does not fit; returns the folder to import it from."""
+
+    def broken(name: str) -> Path:
+        for subfolder in (tmp_path / name, tmp_path / f"{name}-2.16.0.dist-info"):
+            subfolder.mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('lib.so: undefined symbol: f')\n")
+        metadata = tmp_path / f"{name}-2.16.0.dist-info"
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.16.0\n")
+        (metadata / "top_level.txt").write_text(name)
+        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path
+
+    return broken
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
 
-from megasched.imports import command_imports, quiet_run
+from megasched.errors import ConfigError
+from megasched.imports import command_imports, named_package, quiet_run
 
 WARN = "import warnings; warnings.warn('Apex is not installed. Falling back'); warnings.warn('mine')"
 
@@ -36,3 +38,24 @@ def test_a_command_imports_functions_uncompiled():
     with command_imports():
         assert torch.compile(function) is torch.compile(dynamic=True)(function) is function
     assert torch.compile is before
+
+
+def test_a_package_that_can_not_be_imported_is_named(broken_package):
+    broken_package("some_kernels")
+    with pytest.raises(ConfigError) as caught, named_package():
+        import_module("some_kernels")
+    assert str(caught.value) == (
+        "some_kernels 2.16.0 can't be imported here: OSError: lib.so: undefined symbol: f. Install one that was "
+        "made for the Python, torch and CUDA libraries that are installed, or uninstall it"
+    )
+
+
+def test_what_is_nobodys_but_ours_stays_as_it_is():
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"), named_package():
+        import_module("no_such_module")
+    with pytest.raises(ZeroDivisionError), named_package():
+        find_package("")
+
+
+def find_package(name):
+    return 1 // len(name)

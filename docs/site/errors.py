@@ -24,6 +24,8 @@ RAISED = {
 }
 # What the folders of the code are about, and the page on it.
 SUBJECTS = {
+    "megasched/imports.py": ("Installation", "get-started.md"),
+    "megasched/versions.py": ("Installation", "get-started.md"),
     "megasched/files.py": ("Files", "checkpoints.md#when-something-breaks"),
     "megasched/errors.py": ("What a schedule says", "schedules.md"),
     "megasched/reading": ("Files", "checkpoints.md#when-something-breaks"),

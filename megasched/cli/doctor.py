@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from rich.console import Console
@@ -15,10 +16,12 @@ from megasched.cli.apex import PARTS, Apex, find_apex
 from megasched.cli.cuda_headers import headers_problem
 from megasched.cli.installation import Package, find_packages
 from megasched.errors import ConfigError
+from megasched.imports import named_package
 from megasched.patches import registry
 from megasched.printing.tables import plain_table
 from megasched.trainer import seams
 from megasched.trainer.flags.flag_classes import unknown_flags
+from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.transformers_names import PrivateName, private_names
 from megasched.versions import warning_of
 
@@ -118,9 +121,14 @@ def diagnose() -> Diagnosis:
             cuda, devices = _cuda()
         except (ImportError, OSError) as error:
             problems.append(f"torch {found['torch'].found} can't be imported: {error}")
-    if "transformer-engine" in found and cuda:
-        problem = headers_problem(found["transformer-engine"].found, cuda)
-        warnings += [problem] if problem else []
+    if "transformer-engine" in found:
+        if problem := _import_problem("transformer_engine.pytorch"):
+            (problems if devices else warnings).append(problem)  # rehearsals are without it
+            without_kernel_packages()  # what follows is judged as if it were not there
+        elif cuda and (problem := headers_problem(found["transformer-engine"].found, cuda)):
+            warnings.append(problem)
+    if not problems and (problem := _import_problem("megatron.training")):
+        problems.append(problem)
     patches = [_patch(patch) for patch in seams.available()]
     names = private_names()
     if not problems:  # neither fits a missing or wrong package, which is said already
@@ -148,6 +156,16 @@ def _complaint(package: Package) -> str:
     if not package.found:
         return f"{package.name} is not installed: {remedy}"
     return f"{package.name} {package.found} is not supported: {remedy}"
+
+
+def _import_problem(module: str) -> str:
+    """Returns why a module of an installed package can't be imported; empty where it can."""
+    try:
+        with named_package():
+            import_module(module)
+    except (ConfigError, ImportError) as error:
+        return str(error)
+    return ""
 
 
 def _cuda() -> tuple[str, list[Device]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
-from megasched.imports import quiet_imports, quiet_run, without_collections
+from megasched.imports import named_package, quiet_imports, quiet_run, without_collections
 from megasched.language.schedule_file import check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.parent_process import end_with_parent
@@ -213,17 +213,21 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
         allow_unverified: the flag.
 
     Raises:
-        ConfigError: Megatron is missing, a version was not tested, or what a patch changes is not there.
+        ConfigError: Megatron is missing, a package can't be imported, a version was not tested, or what a patch
+            changes is not there.
     """
     if not bundled:
         put_first(path.parent)
     megatron = find_megatron()
     _say(f"megasched: megatron-core {megatron.version} from {megatron.folder}")
     check_versions(megatron, allow_unverified=allow_unverified)
-    if not mode and importlib.util.find_spec("transformer_engine") is None:
+    te = not mode and importlib.util.find_spec("transformer_engine") is not None
+    if not mode and not te:
         _say(f"megasched: Transformer Engine is not installed: {WITHOUT_TE}")
     quiet_run()
-    with without_collections(), quiet_imports():
+    with without_collections(), quiet_imports(), named_package():
+        if te:
+            importlib.import_module("transformer_engine.pytorch")  # Megatron goes on without it at an ImportError
         apply_patches(mode)
         set_builder()
         importlib.import_module("megatron.training")

@@ -1,6 +1,7 @@
 """``megasched doctor``: what it finds, and when it says that no run can start."""
 
 import re
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -13,6 +14,7 @@ from megasched.cli.doctor import print_diagnosis
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
+from megasched.trainer.flags.rehearsal import KERNELS
 from megasched.transformers_names import NAMES, PrivateName
 
 
@@ -183,6 +185,7 @@ def no_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_headers, "_nvidia_packages", lambda: [str(tmp_path / "nvidia")])
     monkeypatch.setattr(cuda_headers, "TOOLKIT", tmp_path / "toolkit")
     monkeypatch.setattr(doctor, "_cuda", lambda: ("13.0", []))
+    monkeypatch.setattr(doctor, "_import_problem", lambda module: "")
 
 
 def headers(folder):
@@ -207,6 +210,30 @@ def test_where_transformer_engine_looks_for_headers(monkeypatch, tmp_path, no_he
     monkeypatch.setenv("NVTE_CUDA_INCLUDE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     assert with_package(monkeypatch, name="transformer-engine", found="2.20.2").warnings == []
+
+
+@pytest.mark.parametrize("devices", [[doctor.Device("NVIDIA H200", 139.8, "9.0")], []])
+def test_a_transformer_engine_that_can_not_be_imported_is_told_once(monkeypatch, broken_package, devices):
+    """A run would end there; a rehearsal goes without it."""
+    for name in KERNELS:
+        monkeypatch.delitem(sys.modules, name, raising=False)  # as doctor leaves it, for other tests
+    broken_package("transformer_engine")
+    monkeypatch.setattr(doctor, "_cuda", lambda: ("13.0", devices))
+    diagnosis = with_package(monkeypatch, name="transformer-engine", found="2.16.0")
+    (told,) = diagnosis.problems + diagnosis.warnings
+    said = "transformer_engine 2.16.0 can't be imported here: OSError: lib.so: undefined symbol: f."
+    assert told.startswith(said)
+    assert diagnosis.runnable == (not devices)
+    assert all(patch.applied != "refused" for patch in diagnosis.patches)
+
+
+def test_a_megatron_that_can_not_be_imported_is_one_problem(monkeypatch):
+    def refused(patch):
+        raise ConfigError("numpy is broken")
+
+    monkeypatch.setattr(registry, "check", refused)
+    monkeypatch.setattr(doctor, "_import_problem", lambda module: "numpy is broken")
+    assert doctor.diagnose().problems == ["numpy is broken"]
 
 
 def test_older_ones_bring_their_norms_compiled(monkeypatch, no_headers):

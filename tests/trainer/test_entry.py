@@ -151,6 +151,18 @@ def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flag
     assert done.stderr.count("\n") == (3 if "syntax" in message else 1)
 
 
+def test_a_transformer_engine_that_can_not_be_imported(tmp_path: Path, hf_model: str, broken_package) -> None:
+    """Megatron would go on without it at an ImportError, and say nothing."""
+    package = broken_package("transformer_engine")
+    (package / "transformer_engine" / "__init__.py").write_text("raise ImportError('lib.so: undefined symbol: f')")
+    script(tmp_path, "raise SystemExit('the script must not run')")
+    given = ["--model-schedule", "auto", "--hf-model", hf_model]
+    done = run("pretrain.py", *given, cwd=tmp_path, PYTHONPATH=str(package))
+    assert done.returncode == 2
+    said = "transformer_engine 2.16.0 can't be imported here: ImportError: lib.so: undefined symbol: f."
+    assert done.stderr.splitlines()[-1].startswith(f"megasched: error: {said}")
+
+
 def test_traceback_when_asked_for(tmp_path: Path) -> None:
     done = run("absent.py", cwd=tmp_path, MEGASCHED_TRACEBACK="1")
     assert done.returncode == 2

@@ -133,6 +133,12 @@ GHOST cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAl
     if (written) *written = bytes;
     return CUBLAS_STATUS_SUCCESS;
 }
+// Of cuBLAS 13.2: Transformer Engine binds its names as it is loaded, and so can't be loaded beside the 13.1 of
+// torch's packages until 2.17 binds them as they are called.
+GHOST cublasStatus_t cublasLtGroupedMatrixLayoutInit_internal(void*, ...) {
+    ghost::refuse("cublasLtGroupedMatrixLayoutInit");
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+}
 GHOST cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t, const void*, const void*,
                                     cublasLtMatrixLayout_t a, const void*, cublasLtMatrixLayout_t, const void*,
                                     const void*, cublasLtMatrixLayout_t c, void*, cublasLtMatrixLayout_t,
