@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megasched.dialects.initialize import build, initialize
     from megasched.dialects.saving import full_state_dict, save_pretrained
     from megasched.dialects.stages import build_stage
+    from megasched.dialects.state_dicts import get_state_dict, set_state_dict
     from megasched.errors import CheckpointError, ConfigError, MegaschedError, Problem, ScheduleError
     from megasched.graph.compilers import register_compiler
     from megasched.language.parallel_dims import Layout, ParallelDims
@@ -68,6 +69,7 @@ _PUBLIC = {
     "clip_grad_norm_": "megasched.dialects.clipping",
     "create_schedule": "megasched.lowering.build",
     "full_state_dict": "megasched.dialects.saving",
+    "get_state_dict": "megasched.dialects.state_dicts",
     "init_empty_weights": "megasched.definition.build",
     "initialize": "megasched.dialects.initialize",
     "list_primitives": "megasched.language.registry",
@@ -82,6 +84,7 @@ _PUBLIC = {
     "replay": "megasched.language.schedule",
     "save_pretrained": "megasched.dialects.saving",
     "save_records": "megasched.language.records",
+    "set_state_dict": "megasched.dialects.state_dicts",
     "tune": "megasched.tuner.tune",
     "verify": "megasched.verify.library.verify_module",
 }

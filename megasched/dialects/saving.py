@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megasched.dialects.stages import StageModule
 from megasched.errors import ConfigError
 from megasched.files import whole_folder
-from megasched.lowering.build import is_built, placements_of, plan_of
+from megasched.lowering.build import is_built, placements_in_state_dict
 from megasched.lowering.groups import group_of
 from megasched.plan.placement import Placement
 
@@ -35,7 +35,7 @@ def full_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.T
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
-        _refuse_others(chunk)
+        refuse_others(chunk)
     if isinstance(chunks[0], StageModule):
         return _of_all_stages(chunks)
     return dict(_gathered(chunks[0], "", keep=_first()))
@@ -66,7 +66,7 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | Path, 
         _on_the_first(stack.close)
 
 
-def _refuse_others(model: nn.Module) -> None:
+def refuse_others(model: nn.Module) -> None:
     """Raises ConfigError for a model whose tensors can't be put together."""
     if not is_built(model):
         what = f"this {type(model).__name__} was not built by megasched, or is a copy of a model that was"
@@ -85,8 +85,7 @@ def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str
         below: what stands before the plan's names in the model's, and is left out.
         keep: whether this rank does; it is then the first of those that share a tensor.
     """
-    placements = {f"{below}{name}": found for name, found in plan_of(model).placements.items()}
-    placements |= placements_of(model)
+    placements = placements_in_state_dict(model)
     known: dict[int, torch.Tensor | None] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):

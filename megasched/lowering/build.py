@@ -29,7 +29,15 @@ from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
 from megasched.lowering.call_checks import ReplicaCheck, refuse_unplanned_outputs
-from megasched.lowering.groups import NoGroup, check_layout, cp_ranks, ep_group, refuse_other_ranks, tp_group
+from megasched.lowering.groups import (
+    NoGroup,
+    check_layout,
+    cp_ranks,
+    ep_group,
+    group_of,
+    refuse_other_ranks,
+    tp_group,
+)
 from megasched.lowering.lower import lower, lower_sequence_boundaries
 from megasched.lowering.prepare import find_roles, prepare
 from megasched.lowering.whole_sequences import one_sequence_rows, refuse_uneven_gradients, take_whole_sequences
@@ -38,6 +46,7 @@ from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
 from megasched.weights.random_init import Initialiser, RandomInit
+from megasched.weights.rank_shard import mark_shards
 from megasched.weights.source import Shards, WeightSource, materialize
 
 # Built model -> the plan that it was built by, how its parameters lie, and the path of the definition in it.
@@ -67,6 +76,15 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
         KeyError: it was not built, or is a copy of one that was.
     """
     return _placements[model]
+
+
+def placements_in_state_dict(model: nn.Module) -> dict[str, Placement]:
+    """Maps names in a built model's state dict to placements: of buffers, too, and each of a tied parameter's."""
+    plan, path = _plans[model], _definitions[model]
+    below = f"{path}." if path else ""
+    planned = dict(plan.placements)
+    planned |= {name: planned[of] for name, of in plan.canonical.items() if of in planned}
+    return {f"{below}{name}": found for name, found in planned.items()} | _placements[model]
 
 
 def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None = None) -> None:
@@ -277,6 +295,7 @@ def lower_model(
     names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}
     _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
     _definitions[made] = path
+    mark_shards(made, [name for name, placement in placements_in_state_dict(made).items() if _cut(placement)])
     if not isinstance(group, NoGroup):
         experts = frozenset(name for name, placement in _placements[made].items() if placement.group == "ep")
         if experts:  # there is no public way to have DDP leave them to the model, which sums their gradients
@@ -289,6 +308,11 @@ def lower_model(
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
     return context
+
+
+def _cut(placement: Placement) -> bool:
+    """Returns whether a rank has a part of the parameter alone."""
+    return placement.sharded and group_of(placement.group).size() > 1
 
 
 def _whole(plan: Plan) -> Plan:

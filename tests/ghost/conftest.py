@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ghost import process
+from tests.ghost import process, te
 from tests.ghost.build import library, required, why_not
 
 
@@ -26,3 +26,12 @@ def transformer_engine():
     """Transformer Engine with its compiled parts, which ``make ghost`` installs."""
     if not (process.TE[0] / "made_for").exists():
         _without(f"{process.TE[0]} has no Transformer Engine: `make ghost` says why")
+
+
+@pytest.fixture
+def oldest_transformer_engine(monkeypatch):
+    """The oldest one that megasched takes, in the place of the usual one; made in some minutes, once."""
+    folder = process.TE[0].with_name("ghost-te-oldest")
+    folder.mkdir(exist_ok=True)
+    te.install(folder, te.oldest())
+    monkeypatch.setattr(process, "TE", (folder, *process.TE[1:]))

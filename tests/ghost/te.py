@@ -16,8 +16,10 @@ import sysconfig
 import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from tests.ghost.build import GhostError, headers, required, why_not
 
@@ -25,10 +27,21 @@ VERSION = "2.20.2"  # as in tests/te/requirements.txt
 FLAGS = ["-std=c++20", "-O0", "-g0", "-fPIC", "-fvisibility=hidden", "-w", "-DNDEBUG"]
 FLAGS += ["-DTORCH_EXTENSION_NAME=transformer_engine_torch", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 NAME = "transformer_engine_torch.so"
+NAMES = (
+    "transformer-engine",
+    "transformer-engine-cu13",
+)  # of the wheels: Python's modules, and the core with them
 COMPILERS = 2  # each takes 1.5 GiB
 
 
-def install(folder: Path) -> None:
+def oldest() -> str:
+    """The oldest version that megasched takes, by its extra ``te``; NVIDIA's image has it (docs/docker.md)."""
+    (found,) = (wanted for line in requires("megasched") or () if (wanted := Requirement(line)).name == NAMES[0])
+    (floor,) = found.specifier
+    return f"{floor.version}.0"
+
+
+def install(folder: Path, te_version: str = VERSION) -> None:
     """Puts Transformer Engine into a folder for PYTHONPATH: its core's wheel, and the extension.
 
     Raises:
@@ -36,12 +49,13 @@ def install(folder: Path) -> None:
     """
     target = folder / "transformer_engine" / "wheel_lib" / NAME
     # An extension is bound to the torch that it was compiled with.
-    stamp, made_for = folder / "made_for", f"{VERSION} torch {version('torch')}"
+    stamp, made_for = folder / "made_for", f"{te_version} torch {version('torch')}"
     if target.exists() and stamp.exists() and stamp.read_text() == made_for:
         return
-    _pip("install", "--no-deps", "--upgrade", "--target", str(folder), f"transformer-engine-cu13=={VERSION}")
+    wheels = [f"{name}=={te_version}" for name in NAMES]
+    _pip("install", "--no-deps", "--upgrade", "--target", str(folder), *wheels)
     with tempfile.TemporaryDirectory() as work:
-        source = _source(Path(work))
+        source = _source(Path(work), te_version)
         built = _extension(source, Path(work))
         beside = target.with_suffix(f".{os.getpid()}")
         beside.write_bytes(built.read_bytes())
@@ -59,8 +73,8 @@ def _run(command: list[str]) -> None:
         raise GhostError(f"{' '.join(command[:6])} ... fails:\n{done.stderr[-3000:]}")
 
 
-def _source(work: Path) -> Path:
-    package = f"transformer_engine_torch=={VERSION}"
+def _source(work: Path, te_version: str) -> Path:
+    package = f"transformer_engine_torch=={te_version}"
     _pip("download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", str(work), package)
     (archive,) = work.glob("*.tar.gz")
     with tarfile.open(archive) as packed:

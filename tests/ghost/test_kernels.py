@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("transformer_engine")
 @cache
 def _layer(name, shape=SHAPE, ranks=1, flags=()):
     """What a layer of a contender costs a rank."""
-    setting = trainer_side.Setting(shape, 1, True, extra=(*FLAGS, *flags))
+    setting = trainer_side.Setting(shape, 1, True, extra=(*FLAGS, *flags), replicas=ranks)
     return layer_kernels.count(contenders.all_contenders()[name], setting, te=True, ranks=ranks)
 
 
@@ -52,7 +52,7 @@ FAMILIES = {
 }
 
 
-EP2 = ("--expert-model-parallel-size", "2", "--global-batch-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
 
 
 @pytest.mark.slow

@@ -52,7 +52,12 @@ OTHERS = frozenset(
             "_checkpoint_offset",
             "_extra_state",
         ),
-        "_clear_sharding_prop_cache",
+        *(
+            "_clear_sharding_prop_cache",
+            "_disabled_torch_function_impl",
+            "_local_tensor",
+            "_make_wrapper_subclass",
+        ),
         *("_CHECKPOINT_VERSION", "_LOADED_ITERATION", "_STARTUP_TIMESTAMPS", "_build_optimizer_group_ranges"),
         *("_get_field_docstrings", "_model_config", "_set_global_memory_buffer", "_yarn_concentration_factor"),
         *(

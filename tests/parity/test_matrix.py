@@ -44,7 +44,7 @@ def test_one_rank_equals_hf(ranks, tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        *spread(PARITY_FAMILIES, LAYOUTS, fast=2),
+        *spread(PARITY_FAMILIES, LAYOUTS),
         *(slow(family, layout) for family in OTHERS for layout in ("tp2-sp-pp2-vpp2", "dp2-tp2")),
     ],
 )
