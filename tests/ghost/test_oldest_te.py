@@ -19,9 +19,10 @@ RUNS = {
     "block, Mixtral": ("mixtral", "block", 1, ""),
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("oldest_transformer_engine")]
+pytestmark = pytest.mark.slow
 
 
+@pytest.mark.usefixtures("oldest_transformer_engine")
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_trains_and_its_ranks_agree(tmp_path, case):
     family, level, ranks, flags = RUNS[case]
