@@ -24,6 +24,7 @@ from megasched.definition.sequence_split import causal_mask
 from megasched.errors import MegaschedError
 from megasched.layers.context_parallel import CpGroup
 from megasched.layers.fused import capped_attention
+from megasched.layers.fused.biased_product import autocast_dtype
 from megasched.layers.packed import is_packed_mask
 from megasched.layers.recompute.recompute import recompute
 from megasched.layers.rng import fork_rng
@@ -192,7 +193,7 @@ def attention_forward(
     settings: AttentionSettings = getattr(module, "megasched_attention", _WHOLE)
     sinks = s_aux if sinks is None else sinks
     given = (dropout, scaling, softcap, sinks, position_bias, sliding_window, indices)
-    call = AttentionCall(query, key, value, attention_mask, is_causal, *given)
+    call = AttentionCall(*_in_one_dtype(query, key, value), attention_mask, is_causal, *given)
     bounds = None if cu_seq_lens_q is None or max_length_q is None else (cu_seq_lens_q, max_length_q)
     call = resolve(module, settings, call, bounds)
     # TE is given no tracker: it would fork a second time where a layer has forked already (sequence parallelism),
@@ -202,6 +203,15 @@ def attention_forward(
         run = partial(recompute, call.compute) if again else call.compute
         output = run(call.query, call.key, call.value)
     return output.transpose(1, 2).contiguous(), None  # some definitions view it
+
+
+def _in_one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns query, key and value in the dtype of ``torch.autocast``, to which torch's own attention casts them.
+
+    A rotary embedding leaves some in float32. Transformer Engine and compiled kernels refuse several dtypes.
+    """
+    dtypes = [autocast_dtype(tensor) if tensor.dtype != torch.float64 else None for tensor in tensors]
+    return [tensor if dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def resolve(

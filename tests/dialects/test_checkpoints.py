@@ -16,7 +16,7 @@ import megasched
 from megasched.dialects.deepspeed.engine import imported
 from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.exporting import export_weights
-from tests.dialects.conftest import DEEPSPEED
+from tests.dialects.deepspeed_ranks import DEEPSPEED
 from tests.dialects.steps import BATCH, adamw, batches, engine_step, gathered
 from tests.dialects.test_zero import whole_of, zero_config
 from tests.lowering.models import tiny_model

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.conftest import DEEPSPEED
+from tests.dialects.deepspeed_ranks import DEEPSPEED
 from tests.test_docs import ROOT, blocks, run_code_on_a_rank
 
 

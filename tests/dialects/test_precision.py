@@ -21,7 +21,7 @@ from megasched.dialects.deepspeed.engine import imported
 from megasched.dialects.deepspeed.mpu import ModelParallelUnit
 from megasched.verify.bfloat16 import TENSOR_PARALLEL
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.conftest import DEEPSPEED
+from tests.dialects.deepspeed_ranks import DEEPSPEED
 from tests.dialects.steps import (
     BATCH,
     Steps,

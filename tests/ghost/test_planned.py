@@ -38,7 +38,7 @@ CASES = {
     "mixture, fused, ep2": Case("mixtral", "fused", EP2, OVERLAP, te=True),
     "mixture, ep2": Case("mixtral", "block", EP2, OVERLAP, te=True),
 }
-FAST = ("leaf, without TE",)
+FAST = ("fused",)
 
 
 @pytest.mark.parametrize("name", ordered(CASES, FAST))

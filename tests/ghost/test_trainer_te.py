@@ -16,8 +16,8 @@ FP8 = {
 EVERY_LAYER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LEVELS = ("fused", "block")
 
-RUNS = {"fused": ("fused", 1, "")}
-SLOW = {
+RUNS = {
+    "fused": ("fused", 1, ""),
     "leaf": ("leaf", 1, ""),
     "block": ("block", 1, ""),
     **{f"{level}, {recipe}": (level, 1, flags) for recipe, flags in FP8.items() for level in LEVELS},
@@ -34,7 +34,7 @@ SLOW = {
     "fused, vpp2": ("fused", 2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
 }
 
-pytestmark = pytest.mark.usefixtures("transformer_engine")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def llama(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("case", [*RUNS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("case", RUNS)
 def test_a_run_trains_and_its_ranks_agree(llama, case):
-    level, ranks, flags = {**RUNS, **SLOW}[case]
+    level, ranks, flags = RUNS[case]
     run = train(llama, level, flags.split(), ranks=ranks, te=True, length=LENGTH, **INTEGERS)
     assert run.faults() == []

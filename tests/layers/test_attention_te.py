@@ -42,6 +42,7 @@ class StandIn:
         return torch.cat([self._attend(*(one[None] for one in qkv))[0] for qkv in each])
 
     def _attend(self, query, key, value):
+        assert query.dtype == key.dtype == value.dtype
         left, right = self.options["window_size"]
         length = query.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool)
@@ -77,6 +78,7 @@ def attend(core, **options):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 7, 8, generator=generator)
     key, value = (torch.randn(2, 2, 7, 8, generator=generator) for _ in range(2))
+    value = value.to(options.pop("dtype", value.dtype))
     return attention_forward(module, query, key, value, options.pop("mask", None), **options)[0]
 
 
@@ -90,6 +92,15 @@ def test_causal_attention_with_grouped_heads(te, scaling):
     torch.testing.assert_close(
         attend(attention_te.TeCore(1, None), scaling=scaling), attend(None, scaling=scaling)
     )
+    assert len(te) == 1
+
+
+def test_under_autocast_a_rotary_embedding_leaves_queries_and_keys_in_float32(te):
+    """TE refuses several dtypes, where torch's attention has them cast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(attention_te.TeCore(1, None), dtype=torch.bfloat16)
+        torch.testing.assert_close(found, attend(None, dtype=torch.bfloat16))
+    assert found.dtype == torch.bfloat16
     assert len(te) == 1
 
 
