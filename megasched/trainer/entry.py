@@ -227,6 +227,7 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
     quiet_run()
     with without_collections(), quiet_imports(), named_package():
         if te:
+            importlib.import_module("torch")  # which loads the CUDA libraries that Transformer Engine asks for
             importlib.import_module("transformer_engine.pytorch")  # Megatron goes on without it at an ImportError
         apply_patches(mode)
         set_builder()

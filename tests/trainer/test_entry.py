@@ -152,9 +152,10 @@ def test_bad_input_is_one_message(tmp_path: Path, hf_model: str, name: str, flag
 
 
 def test_a_transformer_engine_that_can_not_be_imported(tmp_path: Path, hf_model: str, broken_package) -> None:
-    """Megatron would go on without it at an ImportError, and say nothing."""
+    """Megatron would go on without it at an ImportError, and say nothing. Torch has loaded CUDA's libraries."""
     package = broken_package("transformer_engine")
-    (package / "transformer_engine" / "__init__.py").write_text("raise ImportError('lib.so: undefined symbol: f')")
+    text = "import sys\nassert 'torch' in sys.modules\nraise ImportError('lib.so: undefined symbol: f')\n"
+    (package / "transformer_engine" / "__init__.py").write_text(text)
     script(tmp_path, "raise SystemExit('the script must not run')")
     given = ["--model-schedule", "auto", "--hf-model", hf_model]
     done = run("pretrain.py", *given, cwd=tmp_path, PYTHONPATH=str(package))
