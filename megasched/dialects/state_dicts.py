@@ -136,8 +136,8 @@ class _Names:
 
     def saved_state(self, key: str) -> str:
         """Returns a state's key in a checkpoint, where a tied parameter's has one name at every layout."""
-        name = self.of_state(key)
-        return key.replace(name, self._canonical[name], 1)
+        name, head = self.of_state(key), _STATE if key.startswith(_STATE) else _GROUPS
+        return f"{head}{self._canonical[name]}{key.removeprefix(head + name)}"
 
     def pieces(self, name: str, value: Any, key: str) -> Any:
         """Returns what stands for a whole tensor, or the value itself where a rank has that as HF does."""
