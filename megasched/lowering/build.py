@@ -28,7 +28,7 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
-from megasched.lowering.call_checks import ReplicaCheck, refuse_unplanned_outputs
+from megasched.lowering.call_checks import ReplicaCheck, refuse_copies, refuse_unplanned_outputs
 from megasched.lowering.groups import (
     NoGroup,
     check_layout,
@@ -304,6 +304,7 @@ def lower_model(
         made.register_forward_pre_hook(ReplicaCheck(experts))
     if plan.layout.parallel_output and plan.layout.tp > 1:
         model.loss_function = ParallelLossFunction(context.group)
+    refuse_copies(made)
     refuse_unplanned_outputs(model, plan.layout)
     if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
         model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too

@@ -1,4 +1,4 @@
-"""Checks the calls of a built model: by which trainer, and for which outputs."""
+"""Checks the calls of a built model: by which trainer, and for which outputs. Its copies are refused."""
 
 from __future__ import annotations
 
@@ -90,6 +90,21 @@ def _experts_taken(model: nn.Module, experts: frozenset[str]) -> tuple[str, str]
         if isinstance(parameter, DTensor) or id(parameter) in averaged:
             return "FSDP2" if isinstance(parameter, DTensor) else "DDP", name
     return None
+
+
+def refuse_copies(model: Any) -> None:
+    """Has ``copy.deepcopy`` of a model that was just built refused.
+
+    Forwards that were wrapped or fused know the module that they are of, and would read its parameters in a copy.
+    """
+    model.__deepcopy__ = _refused
+
+
+def _refused(memo: Any) -> Any:
+    raise ConfigError(
+        "a model that megasched built can't be copied: layers of the copy would compute with the parameters of "
+        "the first. Copy it before create_schedule and build both; for averages of weights copy the parameters"
+    )
 
 
 def refuse_unplanned_outputs(model: nn.Module, layout: ParallelDims) -> None:

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import megasched
-from megasched import ParallelDims, ScheduleError
+from megasched import ConfigError, ParallelDims, ScheduleError
 from megasched.definition import attention_interface
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.lowering.build import plan_of
@@ -141,6 +142,15 @@ def test_a_plain_module_deferred():
     sch["up"].shard("weight", axis=0)
     sch["down"].shard("weight", axis=1)
     assert {p.device.type for p in megasched.build(sch).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel])
+def test_copies_are_refused(copied):
+    """A fused norm of a copy would read the weight of the first."""
+    sch = megasched.create_schedule(tiny_model("llama"), name="auto")
+    sch.level("fused")
+    with pytest.raises(ConfigError, match="a model that megasched built can't be copied"):
+        copied(megasched.build(sch))
 
 
 def test_only_the_whole_model_once():
