@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -21,7 +22,6 @@ from megasched.patches import registry
 from megasched.printing.tables import plain_table
 from megasched.trainer import seams
 from megasched.trainer.flags.flag_classes import unknown_flags
-from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.transformers_names import PrivateName, private_names
 from megasched.versions import warning_of
 
@@ -124,7 +124,7 @@ def diagnose() -> Diagnosis:
     if "transformer-engine" in found:
         if problem := _import_problem("transformer_engine.pytorch"):
             (problems if devices else warnings).append(problem)  # rehearsals are without it
-            without_kernel_packages()  # what follows is judged as if it were not there
+            sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the rest is judged without it
         elif cuda and (problem := headers_problem(found["transformer-engine"].found, cuda)):
             warnings.append(problem)
     if not problems and (problem := _import_problem("megatron.training")):

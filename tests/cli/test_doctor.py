@@ -14,7 +14,6 @@ from megasched.cli.doctor import print_diagnosis
 from megasched.errors import ConfigError
 from megasched.patches import registry
 from megasched.trainer import seams
-from megasched.trainer.flags.rehearsal import KERNELS
 from megasched.transformers_names import NAMES, PrivateName
 
 
@@ -215,8 +214,8 @@ def test_where_transformer_engine_looks_for_headers(monkeypatch, tmp_path, no_he
 @pytest.mark.parametrize("devices", [[doctor.Device("NVIDIA H200", 139.8, "9.0")], []])
 def test_a_transformer_engine_that_can_not_be_imported_is_told_once(monkeypatch, broken_package, devices):
     """A run would end there; a rehearsal goes without it."""
-    for name in KERNELS:
-        monkeypatch.delitem(sys.modules, name, raising=False)  # as doctor leaves it, for other tests
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # whatever doctor leaves there goes afterwards
+    monkeypatch.delitem(sys.modules, "transformer_engine")
     broken_package("transformer_engine")
     monkeypatch.setattr(doctor, "_cuda", lambda: ("13.0", devices))
     diagnosis = with_package(monkeypatch, name="transformer-engine", found="2.16.0")
@@ -225,6 +224,7 @@ def test_a_transformer_engine_that_can_not_be_imported_is_told_once(monkeypatch,
     assert told.startswith(said)
     assert diagnosis.runnable == (not devices)
     assert all(patch.applied != "refused" for patch in diagnosis.patches)
+    assert "apex" not in sys.modules
 
 
 def test_a_megatron_that_can_not_be_imported_is_one_problem(monkeypatch):
