@@ -87,8 +87,7 @@ class HeldPieces(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         box = next(box for box in self.boxes if torch.Size(box.offsets) == index.offset)
-        local = self.held.to_local() if isinstance(self.held, DTensor) else self.held
-        found = local.as_subclass(torch.Tensor)
+        found = self.held.to_local() if isinstance(self.held, DTensor) else self.held
         found = found.t() if self.transposed else found
         for axis, (start, length) in enumerate(zip(box.held, box.sizes, strict=True)):
             found = found.narrow(axis, start, length)

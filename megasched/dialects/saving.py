@@ -76,6 +76,12 @@ def refuse_others(model: nn.Module) -> None:
             "DeepSpeed's ZeRO-3 has the weights: save a checkpoint by the engine, make a universal one of it "
             "(ds_to_universal), and export that (megasched export)"
         )
+    placements = placements_in_state_dict(model)
+    for name, _ in model.named_parameters():
+        if name not in placements:
+            raise ConfigError(
+                f"{name}: it is not of the model that was built, so that nobody knows what a rank has"
+            )
 
 
 def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,10 +96,6 @@ def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if isinstance(tensor, nn.Parameter) and name not in placements and id(tensor) not in known:
-            raise ConfigError(
-                f"{name}: it is not of the model that was built, so that nobody knows what a rank has"
-            )
         if id(tensor) not in known:  # a tied one is gathered once
             local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             known[id(tensor)] = _whole(local.detach(), placements.get(name), keep=keep)

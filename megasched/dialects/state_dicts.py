@@ -119,9 +119,6 @@ class _Names:
             self._canonical[prefix + name] = plan.canonical.get(hf_name, hf_name)
             if (placement := placements.get(name)) is not None:
                 self._placements[prefix + name] = placement
-        for name, _ in chunk.named_parameters():
-            if name not in placements:
-                raise ConfigError(f"{name}: it is not of the model that was built; how it lies is not known")
 
     def saved(self, name: str) -> str:
         """Returns a tensor's name in a checkpoint."""

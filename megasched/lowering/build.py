@@ -81,10 +81,15 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 def placements_in_state_dict(model: nn.Module) -> dict[str, Placement]:
     """Maps names in a built model's state dict to placements: of buffers, too, and each of a tied parameter's."""
     plan, path = _plans[model], _definitions[model]
-    below = f"{path}." if path else ""
+    below = _prefix(path)
     planned = dict(plan.placements)
     planned |= {name: planned[of] for name, of in plan.canonical.items() if of in planned}
     return {f"{below}{name}": found for name, found in planned.items()} | _placements[model]
+
+
+def _prefix(path: str) -> str:
+    """Returns what stands before the names of the definition in those of a model that holds it."""
+    return f"{path}." if path else ""
 
 
 def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None = None) -> None:
@@ -98,7 +103,7 @@ def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None 
         CheckpointError: the source does not fit the model, or a buffer of that is on the meta device.
     """
     plan, path = _plans[made], _definitions[made]
-    below = f"{path}." if path else ""
+    below = _prefix(path)
     placements = {name.removeprefix(below): found for name, found in _placements[made].items()}
     groups = {"tp": tp_group(), "ep": ep_group()}
     ranks = {name: (group.rank(), group.size()) for name, group in groups.items()}
@@ -291,7 +296,7 @@ def lower_model(
     lower(schedule, model, context, here)
     schedule.built = True
     path = next(path for path, module in made.named_modules() if module is model)
-    below = f"{path}." if path else ""
+    below = _prefix(path)
     names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}
     _plans[made], _placements[made] = plan, {name: found for name, found in names.items() if found is not None}
     _definitions[made] = path

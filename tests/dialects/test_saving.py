@@ -134,14 +134,19 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
-def _statistics():
+def normed():
+    """A model with statistics that TP cuts with the weights; what was built of its copy; pictures."""
     init_megatron(tp=2)
     torch.manual_seed(0)
     model, pictures = Normed(), torch.randn(2, 3, 8, 8)
     sch = megasched.create_schedule(copy.deepcopy(model))
     sch["first"].shard("weight", axis=0)
     sch["second"].shard("weight", axis=1)
-    built = megasched.build(sch, inputs={"x": pictures})
+    return model, megasched.build(sch, inputs={"x": pictures}), pictures
+
+
+def _statistics():
+    model, built, pictures = normed()
     for each in (model, built):
         each(pictures)
     found = megasched.full_state_dict(built)

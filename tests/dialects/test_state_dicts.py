@@ -7,13 +7,13 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.steps import CLIP, Steps, adamw, causal, gaps, mean_over_replicas, one_process, shared
+from tests.dialects.test_saving import normed
 from tests.dialects.test_torch import fsdp2
 from tests.lowering.models import tiny_model
 
@@ -125,25 +125,8 @@ def test_stages_load_and_save_it(ranks, tmp_path):
     _assert_one_run(before, after, weights, one_process("gpt2", **changes))
 
 
-class Normed(nn.Module):
-    """Has statistics that TP cuts with the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)
-
-    def forward(self, x):
-        return self.second(self.norm(self.first(x)))
-
-
 def _statistics(folder):
-    init_megatron(tp=2)
-    torch.manual_seed(0)
-    model, pictures = Normed(), torch.randn(2, 3, 8, 8)
-    sch = megasched.create_schedule(model)
-    sch["first"].shard("weight", axis=0)
-    sch["second"].shard("weight", axis=1)
-    built = megasched.build(sch, inputs={"x": pictures})
+    _, built, pictures = normed()
     built(pictures)
     wanted, optimizer = megasched.full_state_dict(built), adamw(built.parameters())
     weights, moments = megasched.get_state_dict(built, optimizer)
