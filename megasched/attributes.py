@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -54,7 +55,7 @@ def set_attribute(target: str, value: Any, *, rebind: tuple[str, ...] = ()) -> U
     Args:
         target: ``"module:attr"`` or ``"module:Class.attr"``; it must exist.
         value: the new attribute.
-        rebind: packages, e.g. ``("megatron",)``, in whose loaded modules a copy made by
+        rebind: top-level packages, e.g. ``("megatron",)``, in whose loaded modules a copy made by
             ``from module import attr`` is changed too. The undo changes copies back as well, also in modules
             that were loaded in between.
 
@@ -70,17 +71,37 @@ def set_attributes(values: Mapping[str, Any], *, rebind: tuple[str, ...] = ()) -
     Raises:
         ConfigError: a target does not exist; none is changed then.
     """
-    changes = [_Change(*locate(target), resolve(target), value) for target, value in values.items()]
+    values_now = {target: resolve(target) for target in values}
+    if any(map(_walk.is_stale, values_now.values())):
+        _walk.go()
+        values_now = {target: resolve(target) for target in values}
+    changes = [_Change(*locate(target), values_now[target], value) for target, value in values.items()]
     for change in changes:
         setattr(change.owner, change.name, change.new)
-    _rebind([(change.name, change.old, change.new) for change in changes], rebind)
+    _walk.change_copies([(change.name, change.old, change.new) for change in changes], rebind)
 
     def undo() -> None:
         for change in reversed(changes):
             change.undo()
-        _rebind([(change.name, change.new, change.old) for change in changes], rebind)
+        _walk.change_copies([(change.name, change.new, change.old) for change in changes], rebind)
 
     return undo
+
+
+@contextmanager
+def in_one_walk() -> Iterator[None]:
+    """Changes the copies of all that is set and undone in its body in one walk through the modules, at its end.
+
+    There are hundreds of modules, so that the walk is most of what a change costs. Its body must not call what it
+    changes.
+    """
+    _walk.waits += 1
+    try:
+        yield
+    finally:
+        _walk.waits -= 1
+        if not _walk.waits:
+            _walk.go()
 
 
 def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] = ()) -> Undo:
@@ -125,26 +146,56 @@ class _Change:
             setattr(self.owner, self.name, self._own)
 
 
-def _rebind(changes: Sequence[tuple[str, Any, Any]], packages: tuple[str, ...]) -> None:
-    """Changes copies of values in the modules of packages.
+class _Walk:
+    """Collects changes of copies, and makes them in one walk through the modules that hold them.
 
-    Args:
-        changes: name, old and new value of each attribute. Where several have one old value, a copy is of the one
-            that has its name, if there is any.
+    Attributes:
+        waits: how many ``in_one_walk`` are entered.
     """
-    if not packages:
-        return
-    by_old: dict[int, dict[str, Any]] = {}
-    for name, old, new in changes:
-        by_old.setdefault(id(old), {})[name] = new
-    # Thousands of modules are loaded, of which few are in a package: the start of its name is what is asked first.
-    of_packages = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(packages)]
-    inside = tuple(f"{package}." for package in packages)
-    for module_name, module in of_packages:
-        if f"{module_name}.".startswith(inside) and isinstance(module, ModuleType):
+
+    def __init__(self) -> None:
+        self.waits = 0
+        # Package -> id of a value that copies may have, the value itself, and name -> what a copy is to have.
+        # Where several attributes had one value, a copy is of the one that has its name, if there is any.
+        self._changes: dict[str, dict[int, tuple[Any, dict[str, Any]]]] = {}
+
+    def change_copies(self, changes: Sequence[tuple[str, Any, Any]], packages: tuple[str, ...]) -> None:
+        """Adds name, old and new value of attributes that change at once."""
+        for package in packages:
+            known = self._changes.setdefault(package, {})
+            by_old: dict[int, dict[str, Any]] = {}
+            for name, old, new in changes:
+                by_old.setdefault(id(old), {})[name] = new
+            for _, named in known.values():  # what a copy would have been changed to has changed since
+                named.update({n: _of_name(by_old[id(v)], n) for n, v in named.items() if id(v) in by_old})
+            for name, old, new in changes:
+                known.setdefault(id(old), (old, {}))[1].setdefault(name, new)
+        if not self.waits:
+            self.go()
+
+    def is_stale(self, value: Any) -> bool:
+        """Returns whether the walk will change copies of this value."""
+        return any(id(value) in known for known in self._changes.values())
+
+    def go(self) -> None:
+        """Makes the walk."""
+        changes = self._changes
+        self._changes = {}
+        # Thousands of modules are loaded, of which few are in a package.
+        for module_name, module in list(sys.modules.items()) if changes else ():
+            known = changes.get(module_name.partition(".")[0])
+            if not known or not isinstance(module, ModuleType):
+                continue
             held = vars(module).copy()
-            if by_old.keys().isdisjoint(map(id, held.values())):  # as nearly all
+            if known.keys().isdisjoint(map(id, held.values())):  # as nearly all
                 continue
             for name, value in held.items():
-                if (found := by_old.get(id(value))) is not None:
-                    setattr(module, name, found.get(name, next(iter(found.values()))))
+                if (found := known.get(id(value))) is not None:
+                    setattr(module, name, _of_name(found[1], name))
+
+
+def _of_name(named: Mapping[str, Any], name: str) -> Any:
+    return named[name] if name in named else next(iter(named.values()))
+
+
+_walk = _Walk()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from megasched.attributes import Undo, resolve, undo_all
+from megasched.attributes import Undo, in_one_walk, resolve, undo_all
 from megasched.errors import ConfigError
 from megasched.versions import TESTED, judge
 
@@ -108,6 +108,13 @@ def apply(name: str, **options: object) -> bool:
     return True
 
 
+def apply_each(names: Iterable[str]) -> None:
+    """Applies patches that take no options, one after the other; see ``apply``."""
+    with in_one_walk():
+        for name in names:
+            apply(name)
+
+
 def check(patch: Patch) -> str | None:
     """Checks that a patch fits the installed packages.
 
@@ -133,6 +140,13 @@ def undo(name: str) -> None:
     _get(name)
     if name in _undos:
         _undos.pop(name)()
+
+
+def undo_each(names: Iterable[str]) -> None:
+    """Takes patches back in the order given; see ``undo``."""
+    with in_one_walk():
+        for name in names:
+            undo(name)
 
 
 def installed_version(package: str) -> str:

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megasched.attributes import call_after, resolve, set_attribute, set_attributes, undo_all
+from megasched.attributes import call_after, in_one_walk, resolve, set_attribute, set_attributes, undo_all
 from megasched.errors import ConfigError
 
 
@@ -126,3 +126,61 @@ def test_nothing_is_changed_where_one_target_does_not_exist(house):
     with pytest.raises(ConfigError, match="no such attribute"):
         set_attributes({"house.stock:function": replacement, "house.stock:gone": replacement})
     assert house.stock.function is original
+
+
+def another():
+    return "another"
+
+
+def test_changes_of_one_walk_reach_copies_at_its_end(house):
+    with in_one_walk():
+        undo_first = set_attribute("house.stock:function", replacement, rebind=("house",))
+        undo_second = set_attribute("house.stock:function", another, rebind=("house",))
+        assert (house.stock.function, house.rooms.function) == (another, original)
+    assert [house.stock.function, house.rooms.function] == [another] * 2
+    assert house.stranger.function is original
+    with in_one_walk():
+        undo_second()
+        with in_one_walk():
+            undo_first()
+        assert house.rooms.function is another
+    assert [house.stock.function, house.rooms.function] == [original] * 2
+
+
+def test_what_is_set_and_undone_in_one_walk_leaves_copies_as_they_were(house):
+    with in_one_walk():
+        set_attribute("house.stock:function", replacement, rebind=("house",))()
+    assert [house.stock.function, house.rooms.function] == [original] * 2
+
+
+def test_a_copy_that_is_set_itself_is_changed_before(house):
+    with in_one_walk():
+        set_attribute("house.stock:function", replacement, rebind=("house",))
+        undo = set_attribute("house.rooms:function", another)
+        assert (house.stock.function, house.rooms.function) == (replacement, another)
+    undo()
+    assert house.rooms.function is replacement
+
+
+def test_copies_are_changed_where_the_body_of_a_walk_fails(house):
+    def change():
+        with in_one_walk():
+            set_attribute("house.stock:function", replacement, rebind=("house",))
+            set_attribute("house.stock:nothing", replacement)
+
+    with pytest.raises(ConfigError):
+        change()
+    assert house.rooms.function is replacement
+
+
+def test_one_walk_gives_each_copy_what_has_its_name(house):
+    def other():
+        return "other"
+
+    house.stock.other = house.rooms.other = other
+    both = {"house.stock:function": replacement, "house.stock:other": replacement}
+    undo = set_attributes(both, rebind=("house",))
+    with in_one_walk():
+        undo()
+        set_attribute("house.stock:other", another, rebind=("house",))
+    assert [house.rooms.function, house.rooms.other] == [original, another]

@@ -317,9 +317,8 @@ def apply_patches(mode: str = "") -> None:
     """
     if mode:
         patches.apply("host_cuda", force=mode == "force")
-    for patch in seams.available():
-        if patch.name not in ("host_cuda", "model_builder"):
-            patches.apply(patch.name)
+    apart = ("host_cuda", "model_builder")
+    patches.apply_each(patch.name for patch in seams.available() if patch.name not in apart)
 
 
 def set_builder() -> None:

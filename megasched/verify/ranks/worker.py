@@ -95,13 +95,12 @@ def prepare() -> None:
     import torch
     import transformers
 
-    from megasched.patches import apply, host_cuda
+    from megasched.patches import apply_each, host_cuda
 
     without_kernel_packages()
     torch.set_num_threads(1)
     host_cuda.install(force=True)
-    for name in PATCHES:
-        apply(name)
+    apply_each(PATCHES)
     for name in IMPORTS:
         import_module(name)
     for name in OF_TRANSFORMERS:
@@ -142,13 +141,10 @@ def reset_megatron() -> None:
     from megatron.training.training import destroy_global_state
     from torch.distributed.tensor import debug
 
-    from megasched.patches import active, apply, undo
+    from megasched.patches import active, apply_each, undo_each
 
-    for name in reversed(active()):
-        if name not in (*PATCHES, "host_cuda"):
-            undo(name)
-    for name in PATCHES:
-        apply(name)
+    undo_each(name for name in reversed(active()) if name not in (*PATCHES, "host_cuda"))
+    apply_each(PATCHES)
     destroy_global_state()
     destroy_moe_metrics_tracker()
     checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None
