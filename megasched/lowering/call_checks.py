@@ -92,18 +92,28 @@ def _experts_taken(model: nn.Module, experts: frozenset[str]) -> tuple[str, str]
     return None
 
 
-def refuse_copies(model: Any) -> None:
-    """Has ``copy.deepcopy`` of a model that was just built refused.
+def refuse_copies(model: nn.Module) -> None:
+    """Has ``copy.deepcopy`` refused for a model that was just built, and for modules of it that would be wrong.
 
-    Forwards that were wrapped or fused know the module that they are of, and would read its parameters in a copy.
+    Forwards that were wrapped or fused, and hooks, know the module that they are of, and would read its parameters
+    in a copy.
     """
-    model.__deepcopy__ = _refused
+    changed = {path for path, module in model.named_modules() if _calls_more(module)}
+    around = {path[:end] for path in changed for end, letter in enumerate(path) if letter == "."}
+    for path in {"", *changed, *around}:
+        model.get_submodule(path).__deepcopy__ = _refused  # type: ignore[assignment]
+
+
+def _calls_more(module: nn.Module) -> bool:
+    """Returns whether calling a module runs more than the code of its class."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _refused(memo: Any) -> Any:
     raise ConfigError(
-        "a model that megasched built can't be copied: layers of the copy would compute with the parameters of "
-        "the first. Copy it before create_schedule and build both; for averages of weights copy the parameters"
+        "a model that megasched built can't be copied, nor what it has changed in it: layers of the copy would "
+        "compute with the parameters of the first. Copy it before create_schedule and build both; for averages of "
+        "weights copy the parameters"
     )
 
 

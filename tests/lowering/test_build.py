@@ -145,12 +145,21 @@ def test_a_plain_module_deferred():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel])
-def test_copies_are_refused(copied):
+@pytest.mark.parametrize("of", ["", "model", "model.layers.0", "model.layers.0.input_layernorm"])
+def test_copies_are_refused(copied, of):
     """A fused norm of a copy would read the weight of the first."""
     sch = megasched.create_schedule(tiny_model("llama"), name="auto")
     sch.level("fused")
+    part = megasched.build(sch).get_submodule(of)
     with pytest.raises(ConfigError, match="a model that megasched built can't be copied"):
-        copied(megasched.build(sch))
+        copied(part)
+
+
+def test_a_module_that_is_as_it_was_can_be_copied():
+    sch = megasched.create_schedule(tiny_model("llama"), name="auto")
+    sch.level("fused")
+    head = megasched.build(sch).lm_head
+    torch.testing.assert_close(copy.deepcopy(head).weight, head.weight, rtol=0, atol=0)
 
 
 def test_only_the_whole_model_once():
