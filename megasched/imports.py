@@ -100,9 +100,15 @@ def named_package() -> Iterator[None]:
 
 
 def _failed_package(error: Exception) -> str | None:
-    """Returns name and version of the package whose code raised an error; None where it is ours, or unknown."""
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    packages = [name.partition(".")[0] for name in modules]
+    """Returns name and version of the package whose import raised an error; None where it is ours, or unknown.
+
+    Code that raises when it is called, and not as its module or one that needs it is imported, has no such name.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    importing = [name for name, frame in zip(packages, frames, strict=True) if frame.f_code.co_name == "<module>"]
+    if all(name in (__package__, "__main__") for name in importing):
+        return None
     others = [name for name in packages if name not in sys.stdlib_module_names]
     distributions = packages_distributions().get(others[-1], []) if others else []
     return f"{others[-1]} {version(distributions[0])}" if distributions and others[-1] != __package__ else None

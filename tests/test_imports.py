@@ -55,6 +55,10 @@ def test_what_is_nobodys_but_ours_stays_as_it_is():
         import_module("no_such_module")
     with pytest.raises(ZeroDivisionError), named_package():
         find_package("")
+    with pytest.raises(RuntimeError), named_package():  # of a package that was imported long ago
+        torch.ones(2).view(3)
+    with pytest.raises(TypeError), named_package():
+        torch.nn.functional.relu(None)
 
 
 def find_package(name):
