@@ -90,11 +90,12 @@ class StageModule(nn.Module):
         between.dtype = self._computes_in(first)
         try:
             given = {"input_ids": self._take(received), "use_cache": False}
+            # torch 2.11 refuses logits with gaps between them, as those of a padded vocabulary have.
             if sequences is None:
-                return self.definition(**given).logits
+                return self.definition(**given).logits.contiguous()
             with sequences.running(between.batch):
                 given |= sequences.positions(between.batch, between.length, first.device)
-                return sequences.logits(self.definition(**given).logits)
+                return sequences.logits(self.definition(**given).logits).contiguous()
         except StageEnd as end:
             crossing = self.structure.stage_inputs_at(self.stage.stop)
             sent = tuple(one.contiguous() for one in (end.hidden, *(between.values[one] for one in crossing)))

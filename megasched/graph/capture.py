@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -108,11 +109,21 @@ def capture(
         with limits.waiting_for_none(root):
             with opaque.recording(calls), torch.no_grad(), probe():
                 entry(*tensors)
+            _enter_fake_tensors_here()
             with ThreadPoolExecutor(1) as thread:
                 program = thread.submit(_export, entry, tensors, calls, _surroundings()).result()
     except Exception as error:
         raise ScheduleError(explain(error, root, path, source)) from error
     return _graph_of(program, entry, calls, list(_argument_names(forward, args, kwargs)), path, source)
+
+
+def _enter_fake_tensors_here() -> None:
+    """Enters an export's mode in this thread, before a thread that will end does so for the first time.
+
+    On a machine without a GPU torch 2.11 sets a guard then, which has to outlive the thread that sets it.
+    """
+    with FakeTensorMode():
+        return
 
 
 def _surroundings() -> tuple[bool, list[tuple[str, torch.dtype]], int | None]:
