@@ -115,24 +115,31 @@ def _failed_package(error: Exception) -> str | None:
 
 
 @contextmanager
-def command_imports() -> Iterator[None]:
-    """Runs its body, in which a command that runs no model on a GPU imports what it needs, quietly.
+def uncompiled_imports() -> Iterator[None]:
+    """Runs its body, in which ``torch.compile`` returns functions as they are.
 
-    Megatron decorates functions with ``torch.compile``, which imports torch's compiler (``torch._inductor``): a
-    quarter of what Megatron's import takes. In the body it returns functions as they are.
-
-    Raises:
-        ConfigError: see ``named_package``.
+    Megatron decorates functions with it, which imports torch's compiler (``torch._inductor``): a quarter of what
+    Megatron's import takes.
     """
     import torch
 
     compile_ = torch.compile
     torch.compile = _uncompiled  # type: ignore[assignment]
     try:
-        with without_collections(), quiet_imports(), named_package():
-            yield
+        yield
     finally:
         torch.compile = compile_
+
+
+@contextmanager
+def command_imports() -> Iterator[None]:
+    """Runs its body, in which a command that runs no model on a GPU imports what it needs, quietly.
+
+    Raises:
+        ConfigError: see ``named_package``.
+    """
+    with without_collections(), quiet_imports(), named_package(), uncompiled_imports():
+        yield
 
 
 def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Any:

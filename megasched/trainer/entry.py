@@ -17,6 +17,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,13 @@ from pathlib import Path
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.errors import ConfigError
-from megasched.imports import named_package, quiet_imports, quiet_run, without_collections
+from megasched.imports import (
+    named_package,
+    quiet_imports,
+    quiet_run,
+    uncompiled_imports,
+    without_collections,
+)
 from megasched.language.schedule_file import check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.parent_process import end_with_parent
@@ -45,6 +52,7 @@ NO_LAUNCHER = (
 DATA_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path")
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
@@ -225,7 +233,9 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
     if not mode and not te:
         _say(f"megasched: Transformer Engine is not installed: {WITHOUT_TE}")
     quiet_run()
-    with without_collections(), quiet_imports(), named_package():
+    # A rehearsal compiles nothing, unless it is told to.
+    uncompiled = uncompiled_imports if mode and os.environ.get(NO_COMPILER, "1") == "1" else nullcontext
+    with without_collections(), quiet_imports(), named_package(), uncompiled():
         if te:
             importlib.import_module("torch")  # which loads the CUDA libraries that Transformer Engine asks for
             importlib.import_module("transformer_engine.pytorch")  # Megatron goes on without it at an ImportError

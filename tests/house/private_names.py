@@ -26,6 +26,7 @@ OTHERS = frozenset(
     (
         *(
             "_asdict",
+            "_callmethod",
             "_exit",
             "_getframe",
             "_make",

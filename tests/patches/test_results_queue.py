@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 from contextlib import suppress
+from types import ModuleType
 
 import psutil
 
@@ -42,3 +44,38 @@ def survives_without() -> bool:
 
 def test_it_ends_with_its_rank_and_would_not_without_the_patch(ranks):
     assert ranks.run(1, survives_without) == [True]
+
+
+def begins_the_script(script: str) -> bool:
+    """Whether the process, as it is spawned, runs the script of this one; the queue has to take what is put in."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    running, forked = sys.modules["__main__"], filesystem_async._results_queue
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__file__ = script
+    filesystem_async._results_queue = None
+    try:
+        queue = filesystem_async.get_write_results_queue()
+        queue.put("written")
+        assert queue.get(timeout=60) == "written"
+        assert sys.modules["__main__"].__file__ == script
+        return os.path.exists(f"{script}.ran")
+    finally:
+        filesystem_async._results_queue._manager.shutdown()
+        filesystem_async._results_queue = forked
+        sys.modules["__main__"] = running
+
+
+def with_and_without(script: str) -> tuple[bool, bool]:
+    patched = begins_the_script(script)
+    undo("results_queue")
+    try:
+        return patched, begins_the_script(script)
+    finally:
+        apply("results_queue")
+
+
+def test_the_first_save_does_not_wait_for_a_second_import_of_the_script(ranks, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("open(f'{__file__}.ran', 'w').close()")
+    assert ranks.run(1, with_and_without, str(script)) == [(False, True)]
