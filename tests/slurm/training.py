@@ -75,6 +75,7 @@ class Training:
             "directory": ROOT,
             "nodes": self.size.ranks,
             "gpus_per_node": 1,
+            "cpus_per_gpu": 1,  # and as many threads: the machine has fewer cores than the nodes pretend to
             "script": "pretrain_gpt.py",
             "flags": tuple(own),
             "python": sys.executable,
