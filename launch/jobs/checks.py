@@ -163,7 +163,7 @@ def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, "OMP_NUM_THREADS": "2", **own},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **own},
                 capture_output=True,
                 text=True,
                 errors="replace",

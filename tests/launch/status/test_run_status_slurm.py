@@ -87,7 +87,8 @@ def test_a_path_comes_before_a_job(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["runs", "12abc", "x12"])
-def test_what_is_neither_a_path_nor_a_job(target):
+def test_what_is_neither_a_path_nor_a_job(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^{target}: no such file or folder"):
         RunReader(target).look()
 
