@@ -71,11 +71,9 @@ def set_attributes(values: Mapping[str, Any], *, rebind: tuple[str, ...] = ()) -
     Raises:
         ConfigError: a target does not exist; none is changed then.
     """
-    values_now = {target: resolve(target) for target in values}
-    if any(map(_walk.is_stale, values_now.values())):
+    if any(_walk.is_stale(resolve(target)) for target in values):
         _walk.go()
-        values_now = {target: resolve(target) for target in values}
-    changes = [_Change(*locate(target), values_now[target], value) for target, value in values.items()]
+    changes = [_Change(*locate(target), resolve(target), value) for target, value in values.items()]
     for change in changes:
         setattr(change.owner, change.name, change.new)
     _walk.change_copies([(change.name, change.old, change.new) for change in changes], rebind)

@@ -150,6 +150,11 @@ def install(*, force: bool = False) -> None:
     registry.apply(PATCH.name, force=force)
 
 
+def turns_compiler_off() -> bool:
+    """Returns whether an emulation in this process compiles nothing, as it does unless the environment says so."""
+    return (ENVIRONMENT | os.environ)["TORCHDYNAMO_DISABLE"] == "1"
+
+
 def is_installed() -> bool:
     """Returns whether CUDA is emulated in this process."""
     return PATCH.name in registry.active()
@@ -190,7 +195,7 @@ def _set_environment() -> Undo:
     before = dynamo_is_off()
     os.environ.update({key: ENVIRONMENT[key] for key in absent})
     # The variable is read when a function is handed to torch.compile, and those of Megatron may have been.
-    _switch_dynamo(off=os.environ["TORCHDYNAMO_DISABLE"] == "1")
+    _switch_dynamo(off=turns_compiler_off())
 
     def undo() -> None:
         for key in absent:

@@ -35,6 +35,7 @@ from megasched.imports import (
 from megasched.language.schedule_file import check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.parent_process import end_with_parent
+from megasched.patches import host_cuda
 from megasched.printing.shell_command import shell_command
 from megasched.reading.hf_source import check_hf_model
 from megasched.trace.run_trace import check_trace_file
@@ -52,7 +53,6 @@ NO_LAUNCHER = (
 DATA_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path")
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-NO_COMPILER = "TORCHDYNAMO_DISABLE"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
@@ -233,8 +233,7 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
     if not mode and not te:
         _say(f"megasched: Transformer Engine is not installed: {WITHOUT_TE}")
     quiet_run()
-    # A rehearsal compiles nothing, unless it is told to.
-    uncompiled = uncompiled_imports if mode and os.environ.get(NO_COMPILER, "1") == "1" else nullcontext
+    uncompiled = uncompiled_imports if mode and host_cuda.turns_compiler_off() else nullcontext
     with without_collections(), quiet_imports(), named_package(), uncompiled():
         if te:
             importlib.import_module("torch")  # which loads the CUDA libraries that Transformer Engine asks for
