@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megasched.dialects.stages import StageModule
 from megasched.errors import ConfigError
 from megasched.files import whole_folder
-from megasched.lowering.build import is_built, placements_in_state_dict
+from megasched.lowering.build import is_built, original_cache, placements_in_state_dict
 from megasched.lowering.groups import group_of
 from megasched.plan.placement import Placement
 
@@ -62,7 +62,8 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | Path, 
     with ExitStack() as stack:
         beside = _on_the_first(lambda: stack.enter_context(whole_folder(Path(folder))))
         state = full_state_dict(model)
-        _on_the_first(lambda: definition.save_pretrained(beside, state_dict=state, **options))
+        with original_cache(definition):
+            _on_the_first(lambda: definition.save_pretrained(beside, state_dict=state, **options))
         _on_the_first(stack.close)
 
 

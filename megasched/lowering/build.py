@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,6 +53,8 @@ from megasched.weights.source import Shards, WeightSource, materialize
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
 _definitions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# HF model -> ``use_cache`` of its config, which a build has switched off.
+_use_cache: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def is_built(model: nn.Module) -> bool:
@@ -85,6 +87,26 @@ def placements_in_state_dict(model: nn.Module) -> dict[str, Placement]:
     planned = dict(plan.placements)
     planned |= {name: planned[of] for name, of in plan.canonical.items() if of in planned}
     return {f"{below}{name}": found for name, found in planned.items()} | _placements[model]
+
+
+def switch_cache_off(model: Any) -> None:
+    """Has an HF model keep no cache, which is for generation, and notes what its config said of that."""
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        _use_cache.setdefault(model, model.config.use_cache)
+        model.config.use_cache = False
+
+
+@contextmanager
+def original_cache(model: Any) -> Iterator[None]:
+    """Runs its body with the config of an HF model as it was before ``switch_cache_off``."""
+    if model not in _use_cache:
+        yield
+        return
+    now, model.config.use_cache = model.config.use_cache, _use_cache[model]
+    try:
+        yield
+    finally:
+        model.config.use_cache = now
 
 
 def _prefix(path: str) -> str:
@@ -311,8 +333,8 @@ def lower_model(
         model.loss_function = ParallelLossFunction(context.group)
     refuse_copies(made)
     refuse_unplanned_outputs(model, plan.layout)
-    if plan.records_where(lambda primitive: primitive.runs_code_again) and hasattr(model, "config"):
-        model.config.use_cache = False  # a layer run again would append to the cache again, as HF notes too
+    if plan.records_where(lambda primitive: primitive.runs_code_again):
+        switch_cache_off(model)  # a layer run again would append to the cache again, as HF notes too
     return context
 
 

@@ -1,6 +1,7 @@
 """A built model's weights, put together again: each number is that of the model which was built, bit by bit."""
 
 import copy
+import json
 import os
 
 import pytest
@@ -84,6 +85,26 @@ def test_a_folder_that_transformers_loads(ranks, tmp_path):
     names = os.listdir(tmp_path / "saved")
     assert "model.safetensors.index.json" in names
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def _recomputed(folder, staged):
+    init_megatron(tp=1 if staged else 2, pp=2 if staged else 1)
+    sch = megasched.create_schedule(tiny_model("llama"), name="auto")
+    sch["model.layers.0"].checkpoint()
+    built = megasched.build_stage(sch) if staged else megasched.build(sch)
+    megasched.save_pretrained(built, folder)
+    return sch.mod.config.use_cache
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_saved_config_is_the_definitions(ranks, tmp_path, staged):
+    """A build switches the cache off, with which whoever loads the folder generates."""
+    built, plain = tmp_path / "built", tmp_path / "plain"
+    assert ranks.run(2, _recomputed, str(built), staged) == [False, False]
+    tiny_model("llama").save_pretrained(plain)
+    found, wanted = (json.loads((folder / "config.json").read_text()) for folder in (built, plain))
+    assert found["use_cache"] is True
+    assert found == wanted
 
 
 def _stages(folder, interleaved):
