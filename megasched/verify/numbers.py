@@ -10,7 +10,7 @@ import torch
 
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import FLOOR
+from megasched.verify.reference import floor_of, largest
 from megasched.verify.trainer_run import logits_of
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
@@ -122,12 +122,6 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
     return found
 
 
-def floor_of(gradients: Mapping[str, torch.Tensor]) -> float:
-    """Returns the least size that errors of gradients are relative to, as one of nearly zero is noise."""
-    sizes = (float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
-    return FLOOR * max(sizes, default=0.0)
-
-
 def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value wanted; infinity where shapes differ.
 
@@ -140,15 +134,13 @@ def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> f
     apart = got != wanted
     if not apart.any():
         return 0.0
-    off = float((got - wanted)[apart].abs().max())
-    size = -scale if scale < 0 else max(_largest(wanted), scale)
+    off = largest((got - wanted)[apart])
+    size = -scale if scale < 0 else max(_largest_finite(wanted), scale)
     return off / size if size else math.inf
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """Returns the largest finite size of a tensor's numbers."""
-    finite = tensor.double()[tensor.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
+def _largest_finite(tensor: torch.Tensor) -> float:
+    return largest(tensor[tensor.isfinite()].double())
 
 
 def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tuple[int, str, torch.Tensor, Cut]]:
@@ -198,7 +190,7 @@ def add_replicas(
         met.add(name)
         if name not in wanted:
             continue
-        whole = max(_largest(wanted[name]), 1e-30)
+        whole = max(_largest_finite(wanted[name]), 1e-30)
         floor = scale(name)
         # Of the whole tensor's size: a part may hold small values alone.
         size = floor if floor < 0 else -max(whole, floor)

@@ -13,7 +13,7 @@ from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError, RankPool
-from megasched.verify.reference import HfStep, differences, hf_step
+from megasched.verify.reference import HfStep, Rounding, differences, hf_step, rounding_of
 
 TOLERANCE = 1e-5
 # What is beyond the tolerance may be so many times as far from float64 as the unscheduled model in float32 is:
@@ -93,19 +93,20 @@ def check_layout(
     flags += ["--trust-remote-code"] if trust_remote_code else []
     flags += ["--adapter", adapter] if adapter else []
     options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
+    of_folder = {"random_init": False, "trust_remote_code": trust_remote_code}
     try:
         if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:
             return Outcome("not applicable", {}, why="its tokens go through no experts")
         reports = ranks.run(layout.world_size, trainer_run.train, folder, flags, timeout=timeout, **options)
         batches = trainer_run.batches_of(reports)
-        (expected,) = ranks.run(1, reference_step, folder, batches, trust_remote_code, timeout=timeout)
+        (expected,) = ranks.run(1, hf_step, folder, batches, timeout=timeout, **of_folder)
     except RankError as error:
         outcome = failure(str(error).replace(folder, "DIR"))
     else:
         outcome = compare(reports, expected, layout.tp)
         if outcome.verdict == "wrong" and outcome.errors:
-            (exact,) = ranks.run(1, reference_step, folder, batches, trust_remote_code, True, timeout=timeout)
-            outcome = compare(reports, expected, layout.tp, exact)
+            (rounding,) = ranks.run(1, rounding_of, folder, batches, timeout=timeout, **of_folder)
+            outcome = compare(reports, expected, layout.tp, rounding)
     outcome.seconds = round(time.monotonic() - started, 1)
     return outcome
 
@@ -114,12 +115,6 @@ def routes_to_experts(folder: str) -> bool:
     """Returns whether a model's config routes each token to some of several experts; runs in a rank."""
     config = load_config(folder).get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
-
-
-def reference_step(folder: str, batches: Any, trust_remote_code: bool = False, in_float64: bool = False) -> HfStep:
-    """Runs the batches through the unscheduled model with the folder's weights, in a rank."""
-    options = {"trust_remote_code": trust_remote_code, "in_float64": in_float64}
-    return hf_step(folder, batches, random_init=False, **options)
 
 
 @dataclass(frozen=True)
@@ -140,21 +135,21 @@ class Comparison:
 
 
 def compare(
-    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
+    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, rounding: Rounding | None = None
 ) -> Outcome:
     """Returns the result of ``compare_step`` as an outcome."""
-    found = compare_step(reports, expected, tp, exact)
+    found = compare_step(reports, expected, tp, rounding)
     return Outcome("wrong" if found.wrong else "equal", found.errors, found.worst, found.why)
 
 
 def compare_step(
-    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, exact: HfStep | None = None
+    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, rounding: Rounding | None = None
 ) -> Comparison:
     """Compares the first iteration of a run with the reference.
 
     Args:
-        exact: the reference in float64, where there is one. A number beyond the tolerance may be ``ROUNDING``
-            times as far from it as the reference itself is.
+        rounding: what rounding does to the reference, where that is known. A number beyond the tolerance may be
+            ``ROUNDING`` times as far from float64 as the reference itself is.
     """
     logits = trainer_run.logits_of(reports)
     gradients = trainer_run.gather(reports, "gradients", tp)
@@ -169,8 +164,8 @@ def compare_step(
     errors["grad_norm"] = found["grad_norm"]
     wrong = [name for name, error in found.items() if not error <= TOLERANCE]
     note = ""
-    if wrong and exact is not None:
-        ours, theirs = differences(got, exact), differences(expected, exact)
+    if wrong and rounding is not None:
+        ours, theirs = differences(got, rounding.exact), rounding.errors
         most = max(wrong, key=lambda name: found[name])
         note = f"{most} differs by {found[most]:.1e}; from float64 it is {ours[most]:.1e}, "
         note += f"and the unscheduled model's {theirs[most]:.1e}"

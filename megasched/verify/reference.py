@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.shrink import TOKENS
-from megasched.verify.plain.loading import own_experts
+from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.weights.hf.folder import HFFolder
@@ -22,6 +23,7 @@ from megasched.weights.random_init import RandomInit
 from megasched.weights.source import WeightSource, materialize
 
 FLOOR = 1e-2
+DRAWS = 3  # of roundings, before a number that is off counts as wrong
 _TAKES = "megasched_labels"  # attribute of a reference: what ``labels_of`` says of it
 _LENGTH = 16  # of the sequence by which that is told
 
@@ -81,20 +83,51 @@ def hf_step(
     trust_remote_code: bool = False,
     in_float64: bool = False,
     per_token: bool = False,
+    draw: int = 0,
 ) -> HfStep:
     """Runs one global batch through the unscheduled definition in plain torch.
 
     Args:
         per_token: give the same weight to each label (``--calculate-per-token-loss``), not to each micro-batch.
         in_float64: compute in float64 throughout, whatever the definition's own code says.
+        draw: of ``nudge``, which changes each weight by a rounding.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
+    nudge(model, draw)
     if not in_float64:
         return _step_of(model, batches, per_token)
     own_experts(model)
     model = model.double()
     with Float64():
         return _step_of(model, batches, per_token)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Tells what rounding does to a step of the unscheduled model.
+
+    Attributes:
+        exact: the step in float64.
+        errors: how far the step in float32 is from it, as ``differences``: the furthest of ``DRAWS``.
+    """
+
+    exact: HfStep
+    errors: dict[str, float]
+
+
+def rounding_of(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]], **options: Any) -> Rounding:
+    """Runs a global batch in float32 and float64, again and again.
+
+    Args:
+        options: of ``hf_step``.
+    """
+    exact = hf_step(folder, batches, in_float64=True, **options)
+    errors = differences(hf_step(folder, batches, **options), exact)
+    for draw in range(1, DRAWS):
+        other = hf_step(folder, batches, in_float64=True, draw=draw, **options)
+        again = differences(hf_step(folder, batches, draw=draw, **options), other)
+        errors = {name: max(error, again[name]) for name, error in errors.items()}
+    return Rounding(exact, errors)
 
 
 def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_token: bool) -> HfStep:
@@ -154,7 +187,7 @@ def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
 
     A gradient that is zero but for rounding (a key's bias) is measured against a part of the largest one.
     """
-    floor = FLOOR * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    floor = floor_of(expected.gradients)
     pairs = zip(got.logits, expected.logits, strict=True)
     return {
         "loss": _off(got.loss, expected.loss),
@@ -164,11 +197,21 @@ def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
     }
 
 
+def floor_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """Returns the least size that errors of gradients are relative to, as one of nearly zero is noise."""
+    return FLOOR * max(map(largest, gradients.values()), default=0.0)
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """Returns the largest size of a tensor's numbers; 0 where it has none, like the weight of 0 shared experts."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
 def _off(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value expected, or to ``floor`` if that is more."""
-    off, size = float((got - expected).abs().max()), max(float(expected.abs().max()), floor)
+    off, size = largest(got - expected), max(largest(expected), floor)
     return off / size if size else (0.0 if off == 0 else math.inf)

@@ -23,8 +23,9 @@ CASES = {
 }
 
 
-# The norm of its queries is 1.02e-5 off on one kind of processor, as far from float64 as plain HF nearly is.
-ROUNDED = ("gemma4_text",)
+# On some kinds of processor the norm of the first one's queries, and a scale of the second, are 1.0e-5 and 1.3e-5
+# off: as far from float64 as plain HF is in one draw of its roundings or another.
+ROUNDED = ("gemma4_text", "deepseek_v4")
 # The matrix has these at the same layouts.
 IN_THE_MATRIX = ("glm_moe_dsa", "deepseek_v4", "xlm", "xlnet")
 

@@ -55,6 +55,15 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
         assert found.checks[-1].name == "dropout masks"
 
 
+def test_weights_without_numbers_are_equal(ranks, tmp_path):
+    """A mixture with shared experts of width 0."""
+    config = small_config("aria_text")
+    config.moe_num_shared_experts = 0
+    config.save_pretrained(tmp_path)
+    found = verify_schedule("auto", str(tmp_path), TP2, ranks=ranks)
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+
+
 OF_ANOTHER_RELEASE = """
 from megasched.model_adapters.registry import Adapter
 

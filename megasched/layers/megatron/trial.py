@@ -332,7 +332,7 @@ def _unequal(
     if not _close(found[1], wanted[1]):
         return "gradient of the input"
     gradients = iter(wanted[2:])
-    largest = max((float(gradient.abs().max()) for gradient in wanted[2:]), default=0.0)
+    largest = max((float(gradient.abs().max()) for gradient in wanted[2:] if gradient.numel()), default=0.0)
     for name, gradient in zip(own, found[2:], strict=True):
         assembly = assemblies[name]
         cut = assembly.cut(0, 1)
@@ -361,6 +361,8 @@ def _close(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> bool:
     """
     if one.shape != other.shape:
         return False
+    if not one.numel():
+        return True
     return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max().clamp(min=least))
 
 

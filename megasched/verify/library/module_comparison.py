@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +25,10 @@ from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.numbers import Check, Errors, Number, add_replicas, difference, floor_of, off_by
 from megasched.verify.parity import TOLERANCE
-from megasched.verify.plain.loading import own_experts
+from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.verify.recording import PlanFacts, RankReport, components_of
-from megasched.verify.reference import HfStep
+from megasched.verify.reference import DRAWS, HfStep
 
 HALVES = (torch.float16, torch.bfloat16)
 OWN_SAMPLES = "each data-parallel rank normalizes its own samples: sync_batch_norm() takes the statistics over all"
@@ -50,7 +50,7 @@ class ModuleComparison:
         self._schedule, self._model, self._example = schedule, schedule.root.mod, example
         self.calls = tuple((record.path, str(record), record.source) for record in schedule.records)
         self._rank, self._replicas = _rank_here()
-        self._plain = take_step(self._copy({}), example, RankReport(0, 0, 0), {})
+        self._plain = self._unscheduled(0)
         if not math.isfinite(loss := self._plain.losses[0]):
             raise ConfigError(
                 f"without the schedule, too, the loss is {loss}: on these inputs nothing can be compared"
@@ -166,27 +166,46 @@ class ModuleComparison:
         floor = floor_of(gradients)
         add_replicas(found, "gradient", 0, steps, gradients, tp, lambda name: floor)
         weights = self._whole(steps, "weights", plain)
-        add_replicas(found, "weight", -1, steps, weights, tp, lambda name: -max(plain.changes.get(name, 0), 1e-5))
+        add_replicas(found, "weight", -1, steps, weights, tp, lambda name: -max(plain.changes[name], 1e-5))
         add_replicas(found, "buffer", -1, steps, self._whole(steps, "buffers", plain), tp, lambda name: 0.0)
         return found
 
-    def _against_exact(self, steps: list[ModuleStep], errors: Errors) -> tuple[Errors, Errors]:
-        """Returns the errors against float64, of the scheduled steps and of the unscheduled one.
+    def _against_exact(self, steps: list[ModuleStep], errors: Errors) -> tuple[Errors, Iterator[Errors]]:
+        """Returns the errors against float64: of the scheduled steps, and of draws of the unscheduled one.
 
         Args:
             errors: those against float32; where the module has no float64, it counts as exact.
         """
-        model = self._copy({}).double()
+        exact = self._exact(0)
+        if exact is None:
+            return errors, iter([self._errors([self._plain], self._plain, tp=1)])
+        return self._errors(steps, exact), self._own_errors(exact)
+
+    def _own_errors(self, exact: ModuleStep) -> Iterator[Errors]:
+        """Yields the errors of the unscheduled step, then those with each weight off by a rounding."""
+        yield self._errors([self._plain], exact, tp=1)
+        for draw in range(1, DRAWS):
+            other = self._exact(draw)
+            assert other is not None  # as it was before
+            yield self._errors([self._unscheduled(draw)], other, tp=1)
+
+    def _unscheduled(self, draw: int) -> ModuleStep:
+        nudge(model := self._copy({}), draw)
+        return take_step(model, self._example, RankReport(0, 0, 0), {})
+
+    def _exact(self, draw: int) -> ModuleStep | None:
+        """Returns the unscheduled step in float64; None where the module has none, which a remark says."""
+        nudge(model := self._copy({}), draw)
+        model = model.double()
         if hasattr(model, "set_experts_implementation"):
             own_experts(model)
         example = self._example.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         try:
             with Float64():
-                exact = take_step(model, example, RankReport(0, 0, 0), {})
+                return take_step(model, example, RankReport(0, 0, 0), {})
         except Exception as error:  # of whatever kind: it is the user's code that runs
             self._remarks = [f"nothing tells rounding from mistakes, as the module has no float64: {error}"]
-            return errors, self._errors([self._plain], self._plain, tp=1)
-        return self._errors(steps, exact), self._errors([self._plain], exact, tp=1)
+            return None
 
 
 def _with_whole_logits(loss: ParallelLossFunction, model: Any, args: Any, output: Any) -> Any:

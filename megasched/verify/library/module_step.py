@@ -15,6 +15,7 @@ from megasched.plan.placement import Placement
 from megasched.verify.plain.runs import OPTIMIZER
 from megasched.verify.plain.watching import Sightings, Watch, silence
 from megasched.verify.recording import RankReport
+from megasched.verify.reference import largest
 
 SEED = 1234
 _RANKS = ("tp_rank", "dp_rank", "pp_rank", "cp_rank", "ep_rank", "expert_dp_rank")
@@ -94,7 +95,7 @@ def take_step(
     if trained:
         options = {name: OPTIMIZER[name] for name in ("lr", "betas", "eps", "weight_decay")}
         torch.optim.AdamW(trained.values(), **options).step()
-    changes = {n: float((p.detach() - start[n]).abs().max()) for n, p in parameters.items() if p.numel()}
+    changes = {n: largest(p.detach() - start[n]) for n, p in parameters.items()}
 
     def placed(values: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, Placement]]:
         held = _on_cpu(values)

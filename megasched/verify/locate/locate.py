@@ -20,7 +20,7 @@ from megasched.verify.locate.matching import COPIES, Match, match, relation, tog
 from megasched.verify.numbers import difference, replicas
 from megasched.verify.plain.watching import Event
 from megasched.verify.recording import PlanFacts, RankReport
-from megasched.verify.reference import FLOOR, HfStep, relative
+from megasched.verify.reference import HfStep, floor_of, largest, relative
 from megasched.verify.trainer_run import gather
 
 # Beyond rounding, which grows from module to module; a fault is far beyond it.
@@ -77,8 +77,7 @@ class Locator:
 
     def __post_init__(self) -> None:
         assert self.expected.sightings is not None
-        largest = (float(gradient.abs().max()) for gradient in self.expected.sightings.gradients.values())
-        self._floor = FLOOR * max(largest, default=0.0)
+        self._floor = floor_of(self.expected.sightings.gradients)
 
     def first(self) -> Finding | None:
         """Returns the first difference, in the order of the computation; None where no module shows any."""
@@ -203,7 +202,7 @@ class Locator:
             (mine, right), (slope, wanted) = self._both(event, False, rank), self._both(event, True, rank)
             if mine is None or slope is None or mine.shape != slope.shape:
                 return 0
-            off = (slope - wanted).abs() > NOTICED * wanted.abs().max()
+            off = (slope - wanted).abs() > NOTICED * largest(wanted)
             if (off & (mine.sign() == right.sign())).any():
                 return 0
             count += int(off.sum())
@@ -256,11 +255,11 @@ class Locator:
     def _errors(self) -> dict[str, dict[int, float]]:
         """Maps each parameter to its gradient's error on each rank that holds it, a part or a copy."""
         if not self._known:
-            floor = FLOOR * max(float(gradient.abs().max()) for gradient in self.expected.gradients.values())
+            floor = floor_of(self.expected.gradients)
             for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
                 if name in self.expected.gradients:
                     wanted = self.expected.gradients[name]
-                    size = -max(float(wanted.abs().max()), floor)
+                    size = -max(largest(wanted), floor)
                     self._known.setdefault(name, {})[rank] = difference(shard, cut(wanted), size)
         return self._known
 

@@ -162,7 +162,7 @@ def reached(model: Any, before: dict[str, Any]) -> dict[str, Any]:
     """Maps each parameter to whether it has had a gradient: a list with an entry per stacked matrix (expert)."""
     found = dict(before)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or not parameter.numel():
             continue
         stacked = parameter.dim() == 3
         none = [False] * parameter.shape[0] if stacked else [False]
@@ -212,8 +212,9 @@ def run(job: Job, folder: Path) -> Results:
         met = reached(model, met)
         torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.requires_grad], job.optimizer["clip"])
         optimizer.step()
-    changes = {name: float((p.detach() - start[name]).abs().max()) for name, p in parameters.items()}
-    results.numbers["changes"] = changes
+    results.numbers["changes"] = {
+        name: float((p.detach() - start[name]).abs().max()) if p.numel() else 0.0 for name, p in parameters.items()
+    }
     results.add("weight", parameters)
     results.add("buffer", {name: value for name, value in model.named_buffers() if value.is_floating_point()})
     results.numbers["unreached"] = [
