@@ -76,6 +76,25 @@ def test_variants_equal_hf(ranks, tmp_path, block, variant):
     assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], layout.tp)
 
 
+MIXED = """
+from megasched.model_adapters.default_schedule import schedule as default
+
+
+def schedule(sch, layout):
+    default(sch, layout)
+    sch["model.layers"].level("leaf")
+    sch["model.layers.0"].level("block")
+"""
+
+
+def test_the_next_layer_can_take_a_view_of_the_hidden_state(ranks, small_models, tmp_path):
+    """Megatron's has [s, b, h], and the definition's router takes a view of [b, s, h] for its tokens."""
+    folder = small_models("mixtral")
+    (tmp_path / "mixed.py").write_text(MIXED)
+    reports = run(ranks, folder, LAYOUTS["one"], schedule=str(tmp_path / "mixed.py"))
+    assert_first_step_equals_hf(ranks, folder, reports, 1)
+
+
 @pytest.mark.parametrize("name", ["ep2-tp2-sp-dp2", slow("ep2"), slow("tp2-sp-pp2-vpp2")])
 def test_the_distributed_optimizer_takes_the_same_steps(ranks, small_models, block, name):
     one = run(ranks, small_models("mixtral"), LAYOUTS["one"], iterations=3, schedule=block(level="fused"))

@@ -38,6 +38,8 @@ class MegatronLayer(nn.Module):
         angles: (device, length) -> rotary angles [s, 1, 1, head_dim] of this rank, float32; None if the layer is
             given none.
         parts: number of parts into which sequence parallelism splits the hidden state.
+        to_definition: whether the next layer is the definition's, whose code may take a view of its hidden state.
+            Megatron's turns it back to [s, b, h], which costs nothing as long as nobody has copied it.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class MegatronLayer(nn.Module):
         slot: HiddenStateArg,
         angles: OwnAngles | None,
         parts: int,
+        to_definition: bool,
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.slot, self.angles, self.parts = slot, angles, parts
+        self.slot, self.angles, self.parts, self.to_definition = slot, angles, parts, to_definition
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Passes the hidden state [b, s (/ tp), h] through Megatron's layer.
@@ -68,7 +71,8 @@ class MegatronLayer(nn.Module):
             # A recompute ends within the layer, as soon as all is there again. Megatron's layer would keep its
             # hidden state then, and with it all that was recomputed, until it is called again.
             self.layer.mlp_norm_manager = None
-        return self.slot.wrap(output.transpose(0, 1).reshape(given.shape))
+        output = output.transpose(0, 1).reshape(given.shape)
+        return self.slot.wrap(output.contiguous() if self.to_definition else output)
 
 
 def lower_block(
@@ -106,7 +110,8 @@ def lower_block(
         configure_moe(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
     given = own if block.attention.mla is None else None
-    new = MegatronLayer(layer, structure.slot, given, sequence_shards(context))
+    to_definition = structure.layer_path(index + 1) in set(structure.layer_paths()) - plan.blocks
+    new = MegatronLayer(layer, structure.slot, given, sequence_shards(context), to_definition)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):
             setattr(new, name, value)
