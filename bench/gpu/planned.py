@@ -46,7 +46,8 @@ def planned(shape: str, level: str, precision: str, batch: int, gpu: str) -> dic
     """The layout of one GPU without recompute, as ``megasched plan --json`` has it, or why there is none."""
     size = str(shapes.SHAPES[shape]["max_position_embeddings"])
     command = ["plan", "--json", "--hf-model", shapes.model_folder(shape), "--gpus", "1", "--gpu", gpu]
-    command += ["--schedule", contenders.LEVELS[level], "--seq-length", size, "--global-batch-size", str(batch)]
+    command += ["--model-schedule", contenders.LEVELS[level]]
+    command += ["--seq-length", size, "--global-batch-size", str(batch)]
     recipe = RECIPES[precision]
     command += ["--fp8-recipe", recipe] if recipe else []
     command = [sys.executable, "-m", "megasched", *command]

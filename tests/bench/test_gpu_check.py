@@ -275,6 +275,12 @@ def test_a_plan_is_set_beside_what_was_measured():
     assert planned.beside({"peak_bytes": 1, "seconds": [1.0]}, {"why": "too large"})["why"] == "too large"
 
 
+def test_the_plan_of_a_contender_is_the_commands():
+    plan = planned.planned("tiny", "leaf", "bf16", 2, "h100-80gb")
+    assert plan["flags"]["micro_batch_size"] == 2, plan
+    assert plan["memory_bytes"][0]["total"] > 0
+
+
 def test_contenders_of_this_check_are_found(tmp_path):
     folder = tmp_path / "1b_bf16"
     folder.mkdir()

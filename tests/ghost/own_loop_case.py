@@ -76,7 +76,7 @@ def run(folder: str, options: dict[str, Any]) -> None:
         optimizer.zero_grad()
     if "saved" in options:
         resumed(model, optimizer, options["saved"])
-    print("trained")
+    print("trained\n", end="")  # in one write, as other ranks write into the same pipe
 
 
 if __name__ == "__main__":
