@@ -97,6 +97,6 @@ def _joined(call: OpCall, dim: int | None) -> ShardDim:
         raise NeedsWhole
     along = found.pop()
     # A cache begins as an empty tensor.
-    filled: Sequence[torch.Tensor] = [tensor for tensor in call.operands if tensor.numel() > 0]
+    filled: Sequence[torch.Tensor] = [tensor for tensor in call.operands if tensor.numel() > 0] or call.operands
     call.require_same(filled, along, filled[0])
     return along

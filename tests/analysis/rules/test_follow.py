@@ -120,6 +120,7 @@ def ids(*shape):
         (lambda x: x.softmax(1), ShardDim(2)),
         (lambda x: torch.zeros(5, 2, 1, 1, device="meta") + x, ShardDim(3)),
         (lambda x: torch.cat([x, x], 1), ShardDim(2)),
+        (lambda x: torch.cat([x[:, :0], x[:, :0]], 1), ShardDim(2)),  # a rotary part of width 0
         (lambda x: torch.stack([x, x], 1), ShardDim(3)),
         (lambda x: torch.zeros(2, 4, 3, device="meta") @ x, ShardDim(2)),
         (lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (3,)), ShardDim(1)),
