@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
@@ -47,6 +48,19 @@ def test_resume_at_every_layout(ranks, tmp_path, family):
         assert weights.keys() == expected.keys()
         for name, wanted in expected.items():
             torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_resume_where_the_number_of_heads_follows_tp(ranks, tmp_path, first):
+    """Mamba has none, and Megatron wants a multiple of TP; it compares the number with that of the checkpoint."""
+    (folder,) = ranks.run(1, write_small_model, "mamba", str(tmp_path / "model"))
+    at = {1: [*SAVE], 2: ["--tensor-model-parallel-size", "2", *SAVE]}
+    saving = ["--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
+    whole = ranks.run(first, train, folder, [*at[first], *saving], iterations=END)
+    last = 3 - first
+    loading = ["--load", str(tmp_path / "ckpt"), "--ckpt-step", str(STOP)]
+    resumed = ranks.run(last, train, folder, [*at[last], *loading], iterations=END)
+    torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
 
 
 BUCKETS = ["--global-batch-size", "12", "--overlap-grad-reduce", "--ddp-bucket-size", "2000"]

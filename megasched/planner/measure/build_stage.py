@@ -13,7 +13,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.placement import Placement
 from megasched.planner.stand_ins import kernels
-from megasched.trainer.flags.model_shape import one_head_for_tp, sizes_of
+from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,7 +102,7 @@ def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     layout = session.plan.layout
-    sizes = one_head_for_tp(sizes_of(session.definition), layout.tp)
+    sizes = heads_for_tp(sizes_of(session.definition), layout.tp)
     full = setting.recompute_granularity == "full"
     try:
         return TransformerConfig(

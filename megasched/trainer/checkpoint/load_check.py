@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megasched.reading.tracker import RELEASE, read_tracker
 from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.source import loaded_folder
+from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 from megasched.trainer.session import Session
 from megasched.weights.source import padded_lengths
 from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
@@ -67,12 +69,14 @@ def loaded(
     torch.distributed.broadcast_object_list(found, src=0)
     if isinstance(found[0], MegaschedError):
         raise found[0]
-    chunks = unwrap_model(list(models))
+    chunks, heads = unwrap_model(list(models)), args.num_attention_heads
     for chunk in chunks:
-        chunk.not_loaded = found[0]
+        chunk.not_loaded = found[0].begins
+    args.num_attention_heads = found[0].heads or heads
     try:
         result = _told(load, folder)
     finally:
+        args.num_attention_heads = heads
         for chunk in chunks:
             chunk.not_loaded = frozenset()
     _refuse_nan(chunks, folder)
@@ -126,15 +130,26 @@ def _checkpoint(args: Namespace, load: Path) -> Path | None:
     return None if any(last.glob("**/mp_rank_*")) else folder
 
 
-def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
+@dataclass(frozen=True)
+class Checked:
+    """Tells what a checkpoint that can be loaded has otherwise than the run that loads it.
+
+    Attributes:
+        begins: parameters of LoRA adapters that begin in this run, as it starts anew and the checkpoint has none.
+        heads: number of attention heads in the arguments of the run that has written it, if that is what
+            ``heads_for_tp`` makes of the model's at the TP of that run. Megatron compares it with this run's.
+    """
+
+    begins: frozenset[str]
+    heads: int | None
+
+
+def check(load: Path, session: Session, *, starts_anew: bool) -> Checked:
     """Checks a checkpoint by its metadata alone.
 
     Args:
         load: a ``--save`` folder or one of its checkpoints.
         starts_anew: the run takes the weights and begins at iteration 0.
-
-    Returns:
-        Parameters of LoRA adapters that begin in this run: the checkpoint has none, and the run starts anew.
 
     Raises:
         CheckpointError: it is not complete, damaged, or names and shapes are not those of the model; the run goes
@@ -171,7 +186,16 @@ def check(load: Path, session: Session, *, starts_anew: bool) -> frozenset[str]:
         raise CheckpointError("\n".join(lines))
     compare_config = tell_of_another_config if anew else refuse_another_config
     compare_config(folder, session.definition.config)
-    return begins
+    return Checked(begins, _heads(session, args))
+
+
+def _heads(session: Session, args: Any) -> int | None:
+    """Returns the number of heads in a checkpoint's arguments, if it follows from the model's and the TP there."""
+    tp = getattr(args, "tensor_model_parallel_size", None)
+    if not isinstance(tp, int) or tp < 1:
+        return None
+    heads: int = heads_for_tp(sizes_of(session.definition), tp)["num_attention_heads"].value
+    return heads if heads == getattr(args, "num_attention_heads", None) else None
 
 
 def _fits(found: tuple[int, ...], placement: Placement, args: Any) -> bool:

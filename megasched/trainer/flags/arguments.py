@@ -22,7 +22,7 @@ from megasched.model_adapters.adapter_file import FLAG as ADAPTER_FLAG
 from megasched.trace.run_trace import trace_conflicts
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, refusals, start_notes
 from megasched.trainer.flags.flag_parser import FlagParser
-from megasched.trainer.flags.model_shape import derive, one_head_for_tp
+from megasched.trainer.flags.model_shape import derive, heads_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.moe import (
     expert_arguments,
@@ -173,7 +173,6 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> l
         raise ConfigError(f"{given['yaml_cfg']} can't be used under a schedule: {REFUSED['yaml_cfg']}")
     config, objective = load_hf_config(args), find_objective(args.objective)
     tp_facts = derive(config, objective, trust_remote_code=bool(args.trust_remote_code))
-    tp_facts = one_head_for_tp(tp_facts, args.tensor_model_parallel_size)
     vocab = tp_facts.pop("vocab_size")
     tp_facts["padded_vocab_size"] = _padded(vocab, args)
     if args.expert_model_parallel_size > 1 or mixture_flags_asked(args):
@@ -198,7 +197,7 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> l
     if any(problems):
         raise ConfigError("\n".join([f"--hf-model {args.hf_model}:", *filter(None, problems)]))
     args.expert_tensor_parallel_size = 1  # experts are whole; Megatron would take TP's
-    for dest, found in tp_facts.items():
+    for dest, found in heads_for_tp(tp_facts, args.tensor_model_parallel_size).items():
         setattr(args, dest, found.value)
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size is None:
         args.vocab_size = vocab.value

@@ -88,16 +88,18 @@ def sizes_of(model: PreTrainedModel) -> dict[str, SourcedValue]:
     return found | _heads(text, model, found)
 
 
-def one_head_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedValue]:
-    """Returns the sizes, with TP in place of a single attention head, as Megatron wants a multiple of TP.
+def heads_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedValue]:
+    """Returns the sizes, with the next multiple of TP in place of a number of heads that is none.
 
-    TP splits nothing of one head.
+    Megatron's ``TransformerConfig`` refuses such a number. The plan knows better: TP splits nothing of one head,
+    and of five it leaves attention whole or refuses them itself.
     """
-    heads = sizes["num_attention_heads"]
-    if heads.value != 1:
-        return sizes
-    heads = replace(heads, value=tp)
-    return {**sizes, "num_attention_heads": heads, "num_query_groups": heads}
+    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    if heads.value % tp:
+        heads = replace(heads, value=heads.value + -heads.value % tp)
+    if groups.value % tp and tp % groups.value:
+        groups = heads
+    return {**sizes, "num_attention_heads": heads, "num_query_groups": groups}
 
 
 def build_on_meta(

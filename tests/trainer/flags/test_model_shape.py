@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig, SwinConfig
 
 from megasched.definition.objectives import IMAGE_CLASSIFICATION
 from megasched.errors import ConfigError
-from megasched.trainer.flags.model_shape import derive, derive_megatron_args
+from megasched.trainer.flags.model_shape import derive, derive_megatron_args, heads_for_tp
+from megasched.trainer.flags.model_sizes import SourcedValue
 from tests.trainer.flags.models import GPT2, SMALL, config
 
 # What all of the Llama kind made from SMALL share.
@@ -223,6 +225,35 @@ def test_derived_values(family: str) -> None:
     hf_config, expected = FAMILIES[family]
     tp_facts = derive_megatron_args(hf_config)
     assert {dest: tp_facts.get(dest) for dest in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "expected"),
+    [
+        (8, 2, 4, (8, 2)),
+        (1, 1, 4, (4, 1)),
+        (5, 5, 2, (6, 6)),
+        (5, 1, 2, (6, 1)),
+        (6, 3, 2, (6, 6)),
+        (9, 3, 3, (9, 3)),
+    ],
+)
+def test_megatron_gets_a_number_of_heads_that_it_takes(
+    heads: int, groups: int, tp: int, expected: tuple[int, int]
+):
+    names = ("num_attention_heads", "num_query_groups")
+    sizes = {name: SourcedValue(value, "") for name, value in zip(names, (heads, groups), strict=True)}
+    found = tuple(heads_for_tp(sizes, tp)[name].value for name in names)
+    assert found == expected
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        kv_channels=8,
+        num_attention_heads=found[0],
+        num_query_groups=found[1],
+        tensor_model_parallel_size=tp,
+    )
+    assert config.num_attention_heads % tp == 0
 
 
 def test_rope_scaling_of_llama3_is_told_to_megatron() -> None:
