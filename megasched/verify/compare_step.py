@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megasched.verify import bfloat16, parity
@@ -130,9 +130,7 @@ class StepComparison:
     def _draws(self) -> Iterator[tuple[PlainRun, PlainRun]]:
         """Yields the unscheduled run in float32 and in float64, then the same with weights off by a rounding."""
         for draw in range(DRAWS):
-            dtypes = ("float32", "float64")
-            plain, exact = (self.steps.reference(FIRST, dtype, nudge=draw) for dtype in dtypes)
-            yield plain, exact
+            yield self.steps.reference(FIRST, draw=draw), self.steps.reference(FIRST, "float64", draw=draw)
 
     def _wrong_states(self, states: dict[Any, float]) -> dict[Any, float]:
         """Returns the errors at the boundaries of layers that rounding does not explain."""
@@ -140,15 +138,17 @@ class StepComparison:
         if not beyond:
             return {}
         exact = self._locator(self.reports, first_step(self.steps.reference(FIRST, "float64")), FIRST)
-        ours, theirs = exact.hidden_states(), dict.fromkeys(beyond, 0.0)
-        for pair in self._draws():
-            plain, exact = (self._locator(self.reports, first_step(run), FIRST) for run in pair)
-            for place in theirs:
-                theirs[place] = max(theirs[place], difference(plain.wanted(*place), exact.wanted(*place)))
-            beyond = {p: error for p, error in beyond.items() if not parity.is_rounding(ours[p], theirs[p])}
-            if not beyond or not all(parity.is_rounding(ours[place], math.inf) for place in beyond):
-                break
-        return beyond
+        return _beyond_rounding(
+            beyond,
+            exact.hidden_states(),
+            (self._own_states(beyond, *pair) for pair in self._draws()),
+            lambda place, ours, theirs: parity.is_rounding(ours, theirs),
+        )[0]
+
+    def _own_states(self, places: Iterable[Any], *pair: PlainRun) -> dict[Any, float]:
+        """Returns the errors of the unscheduled run at boundaries of layers against another such run."""
+        plain, exact = (self._locator(self.reports, first_step(run), FIRST) for run in pair)
+        return {place: difference(plain.wanted(*place), exact.wanted(*place)) for place in places}
 
     # where ------------------------------------------------------------------------------------------
 
@@ -193,18 +193,35 @@ def unexplained(
     beyond = {n: error for n, error in errors.largest.items() if not error <= _tolerance(n)}
     if not beyond:
         return {}, ""
-    found, draws = against_exact()
-    ours, theirs, wrong = found.largest, Errors(), beyond
-    for own in draws:
-        for number, error in own.largest.items():
-            theirs.add(number, error)
-        wrong = {n: error for n, error in wrong.items() if not _is_rounding(n, ours[n], theirs.largest[n])}
-        if not wrong or not all(_is_rounding(number, ours[number], math.inf) for number in wrong):
-            break  # nothing is left to explain, or it is more than any rounding
+    ours, draws = against_exact()
+    wrong, theirs = _beyond_rounding(beyond, ours.largest, (own.largest for own in draws), _is_rounding)
     most = max(beyond, key=lambda number: beyond[number])
     note = f"{most.name or most.kind} differs by {beyond[most]:.1e}; from float64 it is "
-    note += f"{ours[most]:.1e}, and the unscheduled model's {theirs.largest[most]:.1e}"
+    note += f"{ours.largest[most]:.1e}, and the unscheduled model's {theirs[most]:.1e}"
     return wrong, note
+
+
+def _beyond_rounding[K: Hashable](
+    beyond: dict[K, float],
+    ours: Mapping[K, float],
+    draws: Iterable[Mapping[K, float]],
+    is_rounding: Callable[[K, float, float], bool],
+) -> tuple[dict[K, float], dict[K, float]]:
+    """Returns the errors that rounding does not explain, and the unscheduled model's, the largest of its draws.
+
+    Args:
+        beyond: errors beyond the tolerance.
+        ours: errors against float64.
+        draws: those of the unscheduled model; made one by one, as long as rounding may explain what is left.
+        is_rounding: whether it explains an error of ours, given the unscheduled model's.
+    """
+    wrong, theirs = beyond, dict.fromkeys(beyond, 0.0)
+    for own in draws:
+        theirs = {one: max(error, own[one]) for one, error in theirs.items()}
+        wrong = {one: error for one, error in wrong.items() if not is_rounding(one, ours[one], theirs[one])}
+        if not wrong or not all(is_rounding(one, ours[one], math.inf) for one in wrong):
+            break
+    return wrong, theirs
 
 
 def checks_of(errors: Errors, wrong: dict[Number, float]) -> list[Check]:

@@ -75,6 +75,7 @@ def check_layout(
     name: str,
     timeout: float = 240,
     *,
+    schedule: str = "auto",
     adapter: str = "",
     trust_remote_code: bool = False,
 ) -> Outcome:
@@ -85,6 +86,7 @@ def check_layout(
         folder: an HF folder with weights, e.g. by ``write_small_model``.
         name: a key of ``LAYOUTS``.
         timeout: seconds for the step.
+        schedule: as for ``--model-schedule``.
         adapter: file with an ``ADAPTER`` to use instead of any installed one; empty for that of an ordinary run.
         trust_remote_code: run Python code that lies in the folder.
     """
@@ -92,7 +94,7 @@ def check_layout(
     flags = [*layout.flags.split(), "--vocab-size", str(VOCABULARY)]
     flags += ["--trust-remote-code"] if trust_remote_code else []
     flags += ["--adapter", adapter] if adapter else []
-    options: dict[str, Any] = {"iterations": 1, "random_init": False, "tokens": TOKENS}
+    options: dict[str, Any] = {"schedule": schedule, "iterations": 1, "random_init": False, "tokens": TOKENS}
     of_folder = {"random_init": False, "trust_remote_code": trust_remote_code}
     try:
         if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:

@@ -121,13 +121,12 @@ def rounding_of(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]], *
     Args:
         options: of ``hf_step``.
     """
-    exact = hf_step(folder, batches, in_float64=True, **options)
-    errors = differences(hf_step(folder, batches, **options), exact)
-    for draw in range(1, DRAWS):
-        other = hf_step(folder, batches, in_float64=True, draw=draw, **options)
-        again = differences(hf_step(folder, batches, draw=draw, **options), other)
-        errors = {name: max(error, again[name]) for name, error in errors.items()}
-    return Rounding(exact, errors)
+    in_both = [
+        [hf_step(folder, batches, draw=draw, in_float64=double, **options) for double in (False, True)]
+        for draw in range(DRAWS)
+    ]
+    errors = [differences(plain, exact) for plain, exact in in_both]
+    return Rounding(in_both[0][1], {name: max(one[name] for one in errors) for name in errors[0]})
 
 
 def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_token: bool) -> HfStep:

@@ -117,23 +117,23 @@ class Steps:
             file.write_bytes(before)
 
     def reference(
-        self, look: Look = FIRST, dtype: str = "float32", *, rounded: bool = False, nudge: int = 0
+        self, look: Look = FIRST, dtype: str = "float32", *, rounded: bool = False, draw: int = 0
     ) -> PlainRun:
         """Runs the batches of ``scheduled`` through plain transformers, or returns an earlier such run.
 
         Args:
             dtype: dtype of the arithmetic.
             rounded: start from weights rounded to bf16.
-            nudge: draw by which weights are changed by a rounding.
+            draw: of ``nudge``, which changes each weight by a rounding.
 
         Raises:
             PlainError: it failed.
         """
-        key = look, dtype, rounded, nudge, self._plain.adapters, self._plain.unfrozen
+        key = look, dtype, rounded, draw, self._plain.adapters, self._plain.unfrozen
         if key not in self._known:
             options: dict[str, Any] = {"look": look, "timeout": self.timeout}
             self._known[key] = self.pool.plain.run(
-                self._plain, self._up_to(look), dtype=dtype, rounded=rounded, nudge=nudge, **options
+                self._plain, self._up_to(look), dtype=dtype, rounded=rounded, draw=draw, **options
             )
         return self._known[key]
 

@@ -11,6 +11,7 @@ import torch
 
 from megasched.definition.small_models.shrink import TOKENS
 from megasched.definition.small_models.small_models import small_config, write_model
+from megasched.verify.plain.loading import without_cache
 
 # Fields that say nothing of what is computed, that the checks have set, or whose values draw random numbers.
 _LEFT = (
@@ -129,9 +130,7 @@ def _trains(config_class: Any, values: dict[str, Any]) -> bool:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
             return False
-        for module in model.modules():  # of decoders without an encoder some can't be trained with a cache
-            if hasattr(getattr(module, "config", None), "use_cache"):
-                module.config.use_cache = False
+        without_cache(model)  # some decoders without an encoder can't be trained with one
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     except Exception:  # of whatever kind: a change may be any nonsense

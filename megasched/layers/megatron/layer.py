@@ -110,7 +110,7 @@ def lower_block(
         configure_moe(layer.mlp, mixture, te)
         note_correction(f"{path}.layer.mlp", path, mixture, context)
     given = own if block.attention.mla is None else None
-    to_definition = structure.layer_path(index + 1) in set(structure.layer_paths()) - plan.blocks
+    to_definition = index + 1 < structure.count and structure.layer_path(index + 1) not in plan.blocks
     new = MegatronLayer(layer, structure.slot, given, sequence_shards(context), to_definition)
     for name, value in vars(old).items():  # the model may read them off its layers (attention_type)
         if isinstance(value, str | int | float) and name not in vars(new):

@@ -95,8 +95,7 @@ def heads_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedVa
     and of five it leaves attention whole or refuses them itself.
     """
     heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
-    if heads.value % tp:
-        heads = replace(heads, value=heads.value + -heads.value % tp)
+    heads = replace(heads, value=-(-heads.value // tp) * tp)
     if groups.value % tp and tp % groups.value:
         groups = heads
     return {**sizes, "num_attention_heads": heads, "num_query_groups": groups}

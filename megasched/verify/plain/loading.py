@@ -23,7 +23,7 @@ class Job:
         predicts_next: whether a label is the token that comes next, so that the class may move labels by itself.
         dtype: dtype of the arithmetic: float32, float64 or bfloat16.
         rounded: weights and buffers are those of a model that transformers loads in bfloat16.
-        nudge: draw of ``nudge``; 0 leaves the weights as they are.
+        draw: of ``nudge``; 0 leaves the weights as they are.
         look_step, look_batch: the micro-batch in which modules are watched; gradients are of that step.
         silent: switch dropouts off, also those that no config field sets.
         optimizer: lr, betas, eps, weight_decay, clip.
@@ -44,7 +44,7 @@ class Job:
     optimizer: dict[str, Any]
     adapters: list[dict[str, Any]] = field(default_factory=list)
     unfrozen: list[str] = field(default_factory=list)
-    nudge: int = 0
+    draw: int = 0
 
 
 def load_model(job: Job, folder: Path) -> Any:
@@ -62,12 +62,10 @@ def load_model(job: Job, folder: Path) -> Any:
         copy_weights(model, load_file(job.weights))
     elif info["missing_keys"]:
         raise RuntimeError(f"the folder lacks weights: {sorted(info['missing_keys'])[:8]}")
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
+    without_cache(model)
     if job.adapters:
         adapt(model, job, load_file(folder / "adapters.safetensors"))
-    nudge(model, job.nudge)
+    nudge(model, job.draw)
     if job.rounded:
         widen(model, getattr(torch, job.dtype))
     elif job.dtype == "float64":
@@ -75,6 +73,13 @@ def load_model(job: Job, folder: Path) -> Any:
     if job.dtype == "float64":
         own_experts(model)
     return model.train()
+
+
+def without_cache(model: Any) -> None:
+    """Has a model and the models in it keep no cache, which is for generation."""
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
 
 
 def freeze_as_made(model: Any, auto_class: Any, options: dict[str, Any]) -> None:

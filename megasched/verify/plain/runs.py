@@ -118,7 +118,7 @@ class PlainProcess:
         *,
         dtype: str = "float32",
         rounded: bool = False,
-        nudge: int = 0,
+        draw: int = 0,
         look: tuple[int, int] = (0, 0),
         optimizer: Mapping[str, Any] = OPTIMIZER,
         timeout: float = 600,
@@ -126,7 +126,7 @@ class PlainProcess:
         """Runs all steps of the batches and returns what plain transformers computed.
 
         Args:
-            nudge: draw of ``nudge`` in ``plain/loading.py``.
+            draw: of ``nudge`` in ``plain/loading.py``.
             look: step and micro-batch in which modules are watched.
 
         Raises:
@@ -148,7 +148,7 @@ class PlainProcess:
                 "unfrozen": list(given.unfrozen),
                 "dtype": dtype,
                 "rounded": rounded,
-                "nudge": nudge,
+                "draw": draw,
                 "look_step": look[0],
                 "look_batch": look[1],
                 "optimizer": dict(optimizer),
