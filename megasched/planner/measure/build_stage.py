@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasched.definition.module_copy import copy_module
-from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.placement import Placement
 from megasched.planner.stand_ins import kernels
@@ -104,25 +103,22 @@ def transformer_config(session: Session, setting: Setting) -> TransformerConfig:
     layout = session.plan.layout
     sizes = heads_for_tp(sizes_of(session.definition), layout.tp)
     full = setting.recompute_granularity == "full"
-    try:
-        return TransformerConfig(
-            num_layers=session.plan.structure.count,  # type: ignore[union-attr]
-            hidden_size=sizes["hidden_size"].value,
-            num_attention_heads=sizes["num_attention_heads"].value,
-            tensor_model_parallel_size=layout.tp,
-            sequence_parallel=layout.sp,
-            context_parallel_size=layout.cp,
-            use_cpu_initialization=True,
-            params_dtype=setting.dtype,
-            pipeline_dtype=setting.dtype,
-            bf16=setting.dtype == torch.bfloat16,
-            recompute_granularity=setting.recompute_granularity,
-            recompute_method="uniform" if full else None,
-            recompute_num_layers=1 if full else None,
-            **(_on_gpu(layout) if setting.on_gpu else {}),
-        )
-    except ValueError as error:  # what the trainer would end with, too
-        raise ConfigError(f"Megatron: {error}") from error
+    return TransformerConfig(
+        num_layers=session.plan.structure.count,  # type: ignore[union-attr]
+        hidden_size=sizes["hidden_size"].value,
+        num_attention_heads=sizes["num_attention_heads"].value,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        context_parallel_size=layout.cp,
+        use_cpu_initialization=True,
+        params_dtype=setting.dtype,
+        pipeline_dtype=setting.dtype,
+        bf16=setting.dtype == torch.bfloat16,
+        recompute_granularity=setting.recompute_granularity,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        **(_on_gpu(layout) if setting.on_gpu else {}),
+    )
 
 
 def _on_gpu(layout: ParallelDims) -> dict[str, Any]:
