@@ -43,6 +43,7 @@ class Surface(NamedTuple):
     emulation: str
 
 
+_OUTPUT_RECOMPUTED = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 SURFACES: dict[str, tuple[Surface, ...]] = {
     "device queries": (
         Surface("torch.cuda:is_available", "always_true"),
@@ -127,6 +128,12 @@ SURFACES: dict[str, tuple[Surface, ...]] = {
     # Decides by Tensor.is_cuda whether token counts become the numpy arrays that all_to_all needs.
     "MoE token counts": (
         Surface("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", "counts_to_host"),
+    ),
+    # `--recompute-modules layernorm` and its like give an output's storage away and share another by compiled
+    # code, and ask Transformer Engine for its fp8 state even where there is none (tensor_parallel/random.py:693).
+    "recomputed outputs": (
+        Surface(f"{_OUTPUT_RECOMPUTED}.checkpoint", "output_kept"),
+        Surface(f"{_OUTPUT_RECOMPUTED}.discard_output_and_register_recompute", "nothing"),
     ),
     # Five rounds of full-size activations through every fused function, to warm up a compiler that is off.
     "jit warm-up": (Surface("megatron.training.initialize:_warmup_jit_function", "nothing"),),

@@ -16,7 +16,7 @@ from megasched.versions import TESTED, judge
 _DECLARED: dict[str, tuple[str, ...]] = {
     "megasched.patches": (
         *("host_cuda", "dataset_helpers", "adamw_resume", "fp32_resume", "zigzag_positions", "results_queue"),
-        *("float32_numbers", "float32_places", "bucket_padding", "eval_batch"),
+        *("float32_numbers", "float32_places", "bucket_padding", "eval_batch", "skipped_steps"),
     )
 }
 

@@ -20,6 +20,7 @@ from megatron.training.models.dist_utils import unimodal_build_distributed_model
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.current_session import get_session
+from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
 from megasched.trainer.parameter_waits import wait_for_uncalled
 from megasched.trainer.scheduled_model import ScheduledModel
 from megasched.trainer.stages.shared_parameters import finalize_with_shared
@@ -50,6 +51,8 @@ class ScheduledModelBuilder(ModelBuilder):
         if post_process is None:
             post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(pp)
         session = get_session()
+        if session.recomputes_up_projections and MLA_UP_PROJ not in config.recompute_modules:
+            config.recompute_modules = [*config.recompute_modules, MLA_UP_PROJ]
         if not session.plan.layout.mixture_flags:
             # Megatron wants it for expert parallelism; what it then scales is losses of its own routers alone.
             config.num_moe_experts = None

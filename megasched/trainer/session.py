@@ -57,6 +57,7 @@ class Session:
         source: provides the weights.
         batch_shape: [b, s] of a micro-batch.
         eval_micro_batch_size: b in validation, where it differs.
+        recomputes_up_projections: whether latent attention of Megatron's recomputes them.
         hf_model: where the config came from.
         reach: parameters that training reaches, once ``freeze_unreached`` was called.
     """
@@ -71,6 +72,7 @@ class Session:
     source: WeightSource | None = None
     batch_shape: tuple[int, int] = (1, 1)
     eval_micro_batch_size: int | None = None
+    recomputes_up_projections: bool = False
     hf_model: Path = Path()
     reach: Reach = field(default_factory=Reach)
     _balanced: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)

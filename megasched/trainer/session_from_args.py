@@ -24,6 +24,7 @@ from megasched.trainer.evidence.compatibility import (
     verify_command,
 )
 from megasched.trainer.flags.arguments import layout_from_args
+from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
 from megasched.trainer.flags.sft import default_sft_args
 from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
 from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
@@ -120,7 +121,21 @@ def _describe_run(session: Session, source: WeightSource, args: Namespace) -> No
     session.source = AdaptedSource(source, adapters, args.seed) if adapters else source
     session.batch_shape = args.micro_batch_size, args.seq_length
     session.eval_micro_batch_size = args.eval_micro_batch_size
+    session.recomputes_up_projections = _set_latent_aside(args)
     session.source.check({placement.name for placement in session.plan.placements.values()})
+
+
+def _set_latent_aside(args: Namespace) -> bool:
+    """Takes ``mla_up_proj`` out of ``--recompute-modules``; returns whether it was there.
+
+    Megatron refuses it where the trainer's own config has no latent attention
+    (``core/transformer/transformer_config.py:1789``), and which layers have some is for the schedule to say.
+    """
+    asked = args.recompute_modules or []
+    if MLA_UP_PROJ not in asked:
+        return False
+    args.recompute_modules = [name for name in asked if name != MLA_UP_PROJ]
+    return True
 
 
 def _cut_pipeline(session: Session, args: Namespace, given: Container[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megasched.verify.ranks.pool import RankError
 from tests.parity.cases import case, refusal
 from tests.parity.instances import instances_of
 from tests.parity.mixtures import LAYOUTS, mixtures_of_run, small_model
@@ -64,3 +66,37 @@ def test_first_step_equals_hf(ranks, tmp_path, block, variant):
 def test_what_is_not_megatrons_is_refused(tmp_path, block, changes, tp, reason):
     folder = small_model("youtu", str(tmp_path / "model"), changes)
     assert reason in refusal(block(), folder, tensor_model_parallel_size=tp)
+
+
+def _up_projections_of_run(folder, flags, schedule):
+    """A run of one step, and which of this rank's latent attentions recompute their up projections."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    with instances_of(MLASelfAttention) as made:
+        report, _ = mixtures_of_run(folder, flags, schedule)
+    return report, [attention.recompute_up_proj for attention in made]
+
+
+UP_PROJECTIONS = ["--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj", "layernorm"]
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "tp2-sp-pp2-vpp2"])
+def test_recompute_of_up_projections_changes_no_bit(ranks, tmp_path, block, name):
+    (folder,) = ranks.run(1, small_model, "youtu", str(tmp_path / "model"), {})
+    layout = LAYOUTS[name]
+    plain, again = (
+        ranks.run(layout.world_size, _up_projections_of_run, folder, [*layout.flags.split(), *more], block())
+        for more in ([], UP_PROJECTIONS)
+    )
+    for (one, kept), (other, recomputed) in zip(plain, again, strict=True):
+        assert (set(kept), set(recomputed)) == ({False}, {True})
+        assert one.losses == other.losses
+        assert one.gradients.keys() == other.gradients.keys()
+        for key, (gradient, _) in one.gradients.items():
+            assert torch.equal(gradient, other.gradients[key][0]), key
+
+
+def test_up_projections_that_are_not_there_are_refused(ranks, tmp_path, block):
+    (folder,) = ranks.run(1, small_model, "youtu", str(tmp_path / "model"), {})
+    with pytest.raises(RankError, match=r"mla_up_proj: no layer has latent attention of Megatron's"):
+        ranks.run(1, mixtures_of_run, folder, UP_PROJECTIONS, block(level="fused"))

@@ -107,6 +107,7 @@ RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "core-attn": "--recompute-granularity selective",
     "mlp": "--recompute-granularity selective --recompute-modules mlp core_attn",
+    "layernorm": "--recompute-granularity selective --recompute-modules layernorm",
 }
 
 

@@ -130,6 +130,7 @@ def test_a_checkpoint_of_whole_experts_goes_between_levels(ranks, small_models, 
 RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "moe": "--recompute-granularity selective --recompute-modules moe core_attn",
+    "layernorm": "--recompute-granularity selective --recompute-modules layernorm moe_act --moe-grouped-gemm",
 }
 
 

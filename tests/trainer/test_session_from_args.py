@@ -36,6 +36,7 @@ def arguments(folder, schedule="auto", **changes):
         "seed": 1234,
         "rank": 0,
         "gradient_accumulation_fusion": True,
+        "recompute_modules": None,
         "calculate_per_token_loss": False,
         "transformer_impl": "transformer_engine",
         "apply_rope_fusion": True,

@@ -151,3 +151,6 @@ _DERIVED = (
     "rotary_percent use_rope_scaling rope_scaling_factor expert_tensor_parallel_size"
 )
 DERIVED = frozenset(_DERIVED.split())
+
+# Value of --recompute-modules that is kept from the trainer's config: layers alone know whether they have it.
+MLA_UP_PROJ = "mla_up_proj"

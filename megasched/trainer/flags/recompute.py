@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -10,6 +11,7 @@ from megasched.errors import ConfigError
 from megasched.layers.megatron.attention import MegatronAttention
 from megasched.layers.megatron.layer import MegatronLayer
 from megasched.layers.wrap import recompute_module
+from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
 from megasched.trainer.stages.stage import Stage
 
 
@@ -38,6 +40,11 @@ def apply_recompute_flags(
 
 
 def _selective(layers: dict[str, nn.Module], modules: list[str]) -> None:
+    if MLA_UP_PROJ in modules and not _any_latent(layers):
+        raise ConfigError(
+            f"--recompute-modules {MLA_UP_PROJ}: no layer has latent attention of Megatron's; recompute "
+            "modules of the definition by .checkpoint() in the schedule"
+        )
     # Megatron's sees to it itself.
     layers = {path: layer for path, layer in layers.items() if not isinstance(layer, MegatronLayer)}
     for name in modules:
@@ -52,6 +59,10 @@ def _selective(layers: dict[str, nn.Module], modules: list[str]) -> None:
                 f"--recompute-modules {name}: a definition has core_attn and mlp; recompute others by "
                 '.checkpoint() in the schedule, e.g. sch["model.layers.*.input_layernorm"].checkpoint()'
             )
+
+
+def _any_latent(layers: dict[str, nn.Module]) -> bool:
+    return any(isinstance(module, MLASelfAttention) for layer in layers.values() for module in layer.modules())
 
 
 def _core_attention(layers: list[nn.Module]) -> None:

@@ -26,6 +26,9 @@ VALUES = {
     "--num-workers": ("0", ""),
 }
 
+# Megatron takes this module of --recompute-modules beside that flag alone, which goes; the last one includes it.
+_GROUPED, _OF_GROUPED, _INSTEAD = "--moe-grouped-gemm", "moe_act", "moe"
+
 # Flags that switch off a kernel: added where they are missing.
 SWITCHES = (
     "--use-cpu-initialization",
@@ -172,6 +175,7 @@ def rehearsal_flags(argv: Sequence[str]) -> RehearsalFlags:
     kept: list[str] = []
     replaced: list[Replaced] = []
     satisfied: set[str] = set()
+    grouped = _GROUPED in argv
     for words in _split(argv):
         option, equals, value = words[0].partition("=")
         values = [value, *words[1:]] if equals else words[1:]
@@ -182,6 +186,12 @@ def rehearsal_flags(argv: Sequence[str]) -> RehearsalFlags:
             kept += [option, wanted]
         elif reasons:
             replaced.append(Replaced(" ".join(words), "", reasons[0]))
+        elif grouped and option == "--recompute-modules" and _OF_GROUPED in values:
+            fitting = dict.fromkeys(_INSTEAD if value == _OF_GROUPED else value for value in values)
+            replaced.append(
+                Replaced(" ".join(words), " ".join([option, *fitting]), f"{_OF_GROUPED} needs {_GROUPED}")
+            )
+            kept += [option, *fitting]
         else:
             kept += words
         satisfied.add(option)

@@ -53,6 +53,18 @@ def test_rehearsal_replaces_what_needs_a_gpu() -> None:
     assert "stays as it will run on the cluster" in str(flags)
 
 
+def test_activations_of_grouped_experts_are_recomputed_with_their_mixture() -> None:
+    modules = ["--recompute-modules", "moe_act", "core_attn"]
+    flags = rehearsal_flags(["--moe-grouped-gemm", *modules, "moe"])
+    assert flags.argv[:3] == ["--recompute-modules", "moe", "core_attn"]
+    assert [str(one) for one in flags.replaced] == [
+        "--moe-grouped-gemm -> left out (it is a GPU kernel)",
+        "--recompute-modules moe_act core_attn moe -> --recompute-modules moe core_attn (moe_act needs "
+        "--moe-grouped-gemm)",
+    ]
+    assert rehearsal_flags(modules).argv[:3] == modules  # which Megatron refuses, here and on the cluster
+
+
 def test_rehearsal_of_a_rehearsal_changes_nothing() -> None:
     once = rehearsal_flags(["--lr", "1e-3", "--fp8-format", "hybrid"])
     twice = rehearsal_flags(once.argv)
