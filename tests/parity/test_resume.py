@@ -13,6 +13,8 @@ from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
 from tests import tiny
 from tests.parity.cases import slow
+from tests.parity.mixtures import small_model
+from tests.parity.steps import assert_same_run
 
 SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]
@@ -159,3 +161,51 @@ def test_a_chunk_refuses_missing_and_unexpected_names_whatever_strict_says(ranks
     message = ranks.run(1, _load_mismatched)[0]
     assert "missing:\n    a.weight" in message
     assert "unexpected:\n    definition.b.weight" in message
+
+
+EP2 = "--expert-model-parallel-size 2"
+OF_EXPERTS = {
+    "experts": (2, EP2, "glm4_moe", {}),
+    "stage-without-experts": (
+        4,
+        f"{EP2} --pipeline-model-parallel-size 2",
+        "deepseek_v3",
+        {"first_k_dense_replace": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [
+        ("experts", "more"),
+        slow("experts", "one"),
+        slow("stage-without-experts", "more"),
+        ("stage-without-experts", "one"),
+    ],
+)
+def test_resume_between_ep_1_and_more(ranks, tmp_path, case, first):
+    """Above EP 1 experts have an optimizer of their own, which has written its states, or is to read them."""
+    world, flags, model_type, changes = OF_EXPERTS[case]
+    (folder,) = ranks.run(1, small_model, model_type, str(tmp_path / "model"), changes)
+    one, more = (1, SAVE), (world, [*flags.split(), *SAVE])
+    before, after = (one, more) if first == "one" else (more, one)
+    options = {"random_init": False}
+    whole = ranks.run(1, train, folder, SAVE, iterations=END, **options)
+    saving = ["--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
+    ranks.run(before[0], train, folder, [*before[1], *saving], iterations=STOP, **options)
+    loading = ["--load", str(tmp_path / "ckpt")]
+    resumed = ranks.run(after[0], train, folder, [*after[1], *loading], iterations=END, **options)
+    assert_same_run(resumed, whole, skip=STOP)
+
+
+def test_plain_states_of_experts_stay_at_their_ep(ranks, tmp_path):
+    (folder,) = ranks.run(1, small_model, "glm4_moe", str(tmp_path / "model"), {})
+    options = {"random_init": False, "iterations": 1}
+    saving = ["--save", str(tmp_path / "ckpt"), "--save-interval", "1", "--ckpt-format", "torch_dist"]
+    ranks.run(2, train, folder, [*EP2.split(), *saving], **options)
+    loading = ["--load", str(tmp_path / "ckpt"), "--ckpt-format", "torch_dist"]
+    with pytest.raises(RankError, match=r"CheckpointError: .*states are of EP 2, .* can't be resumed at EP 1"):
+        ranks.run(1, train, folder, loading, **options)
+    (report,) = ranks.run(1, train, folder, [*loading, "--no-load-optim"], **options | {"iterations": 2})
+    assert len(report.losses) == 1

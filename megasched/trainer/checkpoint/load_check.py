@@ -64,6 +64,8 @@ def loaded(
     if torch.distributed.get_rank() == 0:
         try:
             found = [check(folder, session, starts_anew=found_in[1])]
+            if not (found_in[1] or args.no_load_optim):
+                _refuse_plain_states_of_experts(folder, args)
         except MegaschedError as error:
             found = [error]
     torch.distributed.broadcast_object_list(found, src=0)
@@ -81,6 +83,25 @@ def loaded(
             chunk.not_loaded = frozenset()
     _refuse_nan(chunks, folder)
     return result
+
+
+def _refuse_plain_states_of_experts(load: Path, args: Namespace) -> None:
+    """Refuses states without the distributed optimizer where EP is above 1 on one side of the checkpoint alone.
+
+    Experts have an optimizer of their own above EP 1; such states know their parameters by numbers in it.
+
+    Raises:
+        CheckpointError: for these.
+    """
+    folder = checkpoint_folder(load)
+    written, now = TorchDist(folder).common.get("args"), args.expert_model_parallel_size
+    before = getattr(written, "expert_model_parallel_size", now)
+    if (before > 1) != (now > 1) and not getattr(written, "use_distributed_optimizer", True):
+        raise CheckpointError(
+            f"{folder}: its optimizer's states are of EP {before}, written without --use-distributed-optimizer; "
+            f"they can't be resumed at EP {now}. Resume it with --no-load-optim; states for any EP are written "
+            "with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+        )
 
 
 def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
