@@ -62,7 +62,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "evaluation": (
         "--eval-iters 1 --eval-interval 1 --split 80,20,0",
         "--eval-iters 2 --eval-interval 2 --split 80,20,0 --eval-micro-batch-size 1",
-        "--eval-iters 1 --eval-interval 2 --split 80,20,0 --eval-global-batch-size 4",
+        "--eval-iters 1 --eval-interval 2 --split 80,20,0 --eval-global-batch-size 16",
     ),
     "data": ("--num-workers 0", "--no-create-attention-mask-in-dataloader", "--eod-mask-loss", "--seed 7"),
     "checks": (
