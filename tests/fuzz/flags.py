@@ -6,9 +6,7 @@ python -m tests.fuzz.flags SECONDS [SEED [TYPE ...]]
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +17,7 @@ from megasched.verify.parity import LAYOUTS, CheckedLayout, Outcome, failure, ro
 from megasched.verify.ranks.pool import RankError, RankPool
 from megasched.verify.recording import RankReport
 from megasched.verify.trainer_run import gather, losses, train
-from tests.fuzz.run_configs import FINE
+from tests.fuzz.run_configs import hunt
 
 # Of what they are about, one is drawn: Megatron does not take all of them beside each other.
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -84,9 +82,9 @@ OF_STAGES = (
 BY_LENGTH = ("decay", "learning rate", "iterations")  # another run where it is cut in two
 SAVING = "--use-distributed-optimizer --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 SAVING += " --override-opt-param-scheduler"
-MORE_LAYOUTS = {
+ALL_LAYOUTS = LAYOUTS | {
     "dp2": CheckedLayout(2, 1, ""),
-    "tp2-sp-dp2": CheckedLayout(4, 2, f"{LAYOUTS['tp2-sp'].flags}"),
+    "tp2-sp-dp2": CheckedLayout(4, 2, LAYOUTS["tp2-sp"].flags),
     "pp2-dp2": CheckedLayout(4, 1, LAYOUTS["pp2"].flags),
     "cp2-pp2": CheckedLayout(4, 1, f"{LAYOUTS['cp2'].flags} {LAYOUTS['pp2'].flags}"),
     "ep2-pp2": CheckedLayout(4, 1, f"{LAYOUTS['ep2'].flags} {LAYOUTS['pp2'].flags}", of_experts=True),
@@ -104,7 +102,7 @@ class Drawn:
     """A run that is tried.
 
     Attributes:
-        layout: a key of ``LAYOUTS`` or ``MORE_LAYOUTS``.
+        layout: a key of ``ALL_LAYOUTS``.
         flags: of both runs.
         of_stages: of the run at the layout alone.
         mask: whether only some labels count.
@@ -126,8 +124,9 @@ class Drawn:
 
 def drawn(draw: random.Random, of_experts: bool) -> Drawn:
     """A run of a model, with experts or without."""
-    layouts = LAYOUTS | MORE_LAYOUTS
-    layout = draw.choice([name for name, one in layouts.items() if name != "one" and one.of_experts <= of_experts])
+    layout = draw.choice(
+        [name for name, one in ALL_LAYOUTS.items() if name != "one" and one.of_experts <= of_experts]
+    )
     resumed = draw.choice(("", "", "", "to", "from"))
     subjects = [name for name in FLAGS if not resumed or name not in (*BY_LENGTH, "optimizer")]
     flags = [draw.choice(FLAGS[name]) for name in draw.sample(subjects, draw.choice((2, 3, 4, 5)))]
@@ -138,7 +137,7 @@ def drawn(draw: random.Random, of_experts: bool) -> Drawn:
 
 def run(ranks: RankPool, folder: str, one: Drawn) -> Outcome:
     """The run against that of one rank; ``not applicable`` where that one is refused, too."""
-    layout = (LAYOUTS | MORE_LAYOUTS)[one.layout]
+    layout = ALL_LAYOUTS[one.layout]
     both = [*" ".join(one.flags).split(), "--vocab-size", str(VOCABULARY)]
     alone, wide = (1, both), (layout.world_size, [*layout.flags.split(), *one.of_stages.split(), *both])
 
@@ -199,20 +198,5 @@ def outcomes(ranks: RankPool, types: Sequence[str], seed: int) -> Iterator[tuple
                 yield f"{model_type} at {one}", outcome
 
 
-def main() -> None:
-    end, seed = time.monotonic() + float(sys.argv[1]), int((*sys.argv[2:3], "0")[0])
-    types = sys.argv[3:] or random.Random(seed).sample(TYPES, len(TYPES))
-    verdicts: dict[str, int] = {}
-    with RankPool() as ranks:
-        for told, outcome in outcomes(ranks, types, seed):
-            verdicts[outcome.verdict] = verdicts.get(outcome.verdict, 0) + 1
-            if outcome.verdict not in FINE:
-                print(f"{outcome.verdict}: {told}: {outcome.why}", flush=True)
-            if time.monotonic() > end:
-                break
-    print(", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items())))
-    sys.exit(bool(verdicts.keys() - set(FINE)))
-
-
 if __name__ == "__main__":
-    main()
+    hunt(TYPES, outcomes)

@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -56,13 +56,19 @@ def outcomes(ranks: RankPool, types: Sequence[str], seed: int) -> Iterator[tuple
                 yield told, outcome
 
 
-def main() -> None:
+def hunt(
+    known: Sequence[str], tried: Callable[[RankPool, Sequence[str], int], Iterator[tuple[str, Outcome]]]
+) -> None:
+    """Tries what ``tried`` yields as long as the command line says; tells what is neither equal nor refused.
+
+    Args:
+        known: types that are tried where the command line has none.
+    """
     end, seed = time.monotonic() + float(sys.argv[1]), int((*sys.argv[2:3], "0")[0])
-    known = sorted(set(causal_lm_types()) - RANDOM)
     types = sys.argv[3:] or random.Random(seed).sample(known, len(known))
     verdicts: dict[str, int] = {}
     with RankPool() as ranks:
-        for told, outcome in outcomes(ranks, types, seed):
+        for told, outcome in tried(ranks, types, seed):
             verdicts[outcome.verdict] = verdicts.get(outcome.verdict, 0) + 1
             if outcome.verdict not in FINE:
                 print(f"{outcome.verdict}: {told}: {outcome.why}", flush=True)
@@ -73,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    hunt(sorted(set(causal_lm_types()) - RANDOM), outcomes)

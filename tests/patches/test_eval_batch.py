@@ -1,14 +1,11 @@
 """Validation in micro-batches of another size than in training, where ranks send batches to each other."""
 
-from unittest import mock
-
 import pytest
 
-from megasched.patches import undo
-from megasched.trainer import entry
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from tests import tiny
+from tests.patches.mended import run_without
 
 VALIDATION = "--eval-iters 2 --eval-interval 1 --split 50,50,0 --eval-micro-batch-size"
 TP2 = "--tensor-model-parallel-size 2"
@@ -44,13 +41,7 @@ def test_validation_loss_does_not_depend_on_the_micro_batch(ranks, tmp_path, siz
 
 
 def validate_unpatched(model, flags):
-    apply_all = entry.apply_patches
-
-    def apply_others():
-        apply_all()
-        undo("eval_batch")
-
-    with mock.patch.object(entry, "apply_patches", apply_others):
+    with run_without("eval_batch"):
         return validate(model, flags)
 
 

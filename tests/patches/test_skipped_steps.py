@@ -1,14 +1,11 @@
 """``--iterations-to-skip``: the steps after it see the data that they see on one rank, whoever reads it."""
 
-from unittest import mock
-
 import pytest
 
-from megasched.patches import undo
-from megasched.trainer import entry
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import losses, train
 from tests import tiny
+from tests.patches.mended import run_without
 
 SKIP = ["--iterations-to-skip", "2"]
 CHUNKS = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
@@ -29,13 +26,7 @@ def test_the_steps_after_it_are_those_of_one_rank(ranks, tmp_path, size, layout)
 
 
 def train_unpatched(*given, **named):
-    apply_all = entry.apply_patches
-
-    def apply_others():
-        apply_all()
-        undo("skipped_steps")
-
-    with mock.patch.object(entry, "apply_patches", apply_others):
+    with run_without("skipped_steps"):
         return train(*given, **named)
 
 

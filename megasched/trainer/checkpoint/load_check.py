@@ -63,9 +63,9 @@ def loaded(
     found: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
-            found = [check(folder, session, starts_anew=found_in[1])]
-            if not (found_in[1] or args.no_load_optim):
-                _refuse_plain_states_of_experts(folder, args)
+            resumes = not (found_in[1] or args.no_load_optim)
+            states_at = args.expert_model_parallel_size if resumes else None
+            found = [check(folder, session, starts_anew=found_in[1], states_at=states_at)]
         except MegaschedError as error:
             found = [error]
     torch.distributed.broadcast_object_list(found, src=0)
@@ -85,21 +85,23 @@ def loaded(
     return result
 
 
-def _refuse_plain_states_of_experts(load: Path, args: Namespace) -> None:
+def _refuse_plain_states_of_experts(folder: Path, written: Any, ep: int) -> None:
     """Refuses states without the distributed optimizer where EP is above 1 on one side of the checkpoint alone.
 
     Experts have an optimizer of their own above EP 1; such states know their parameters by numbers in it.
 
+    Args:
+        written: Megatron's arguments in the checkpoint; None where there are none.
+        ep: of the run that loads it.
+
     Raises:
         CheckpointError: for these.
     """
-    folder = checkpoint_folder(load)
-    written, now = TorchDist(folder).common.get("args"), args.expert_model_parallel_size
-    before = getattr(written, "expert_model_parallel_size", now)
-    if (before > 1) != (now > 1) and not getattr(written, "use_distributed_optimizer", True):
+    before = getattr(written, "expert_model_parallel_size", ep)
+    if (before > 1) != (ep > 1) and not getattr(written, "use_distributed_optimizer", True):
         raise CheckpointError(
             f"{folder}: its optimizer's states are of EP {before}, written without --use-distributed-optimizer; "
-            f"they can't be resumed at EP {now}. Resume it with --no-load-optim; states for any EP are written "
+            f"they can't be resumed at EP {ep}. Resume it with --no-load-optim; states for any EP are written "
             "with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
         )
 
@@ -165,12 +167,13 @@ class Checked:
     heads: int | None
 
 
-def check(load: Path, session: Session, *, starts_anew: bool) -> Checked:
+def check(load: Path, session: Session, *, starts_anew: bool, states_at: int | None = None) -> Checked:
     """Checks a checkpoint by its metadata alone.
 
     Args:
         load: a ``--save`` folder or one of its checkpoints.
         starts_anew: the run takes the weights and begins at iteration 0.
+        states_at: EP at which the optimizer's states are loaded; None where they are not.
 
     Raises:
         CheckpointError: it is not complete, damaged, or names and shapes are not those of the model; the run goes
@@ -205,6 +208,8 @@ def check(load: Path, session: Session, *, starts_anew: bool) -> Checked:
         for title, names in wrong.items():
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
         raise CheckpointError("\n".join(lines))
+    if states_at is not None:
+        _refuse_plain_states_of_experts(folder, args, states_at)
     compare_config = tell_of_another_config if anew else refuse_another_config
     compare_config(folder, session.definition.config)
     return Checked(begins, _heads(session, args))

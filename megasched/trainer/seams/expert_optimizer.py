@@ -12,7 +12,7 @@ from megasched.patches.registry import Patch
 _TARGET = "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict"
 # Names in the state of a distributed optimizer (``distrib_optimizer.py:1578``).
 _GROUPS, _STATE, _FORMAT = "optimizer", "param_state", "param_state_sharding_type"
-_BESIDE, _ANY_LAYOUT = (_FORMAT, "grad_scaler"), "fully_reshardable"
+_ANY_LAYOUT = "fully_reshardable"
 
 
 def _change() -> Undo:
@@ -41,7 +41,8 @@ def as_for(count: int, loaded: dict[Any, Any]) -> dict[Any, Any]:
     ]
     if len(written) in (0, count):
         return loaded
-    beside = {name: value for one in written for name, value in one.items() if name in _BESIDE}
+    ours = {*range(count), _GROUPS, _STATE}
+    beside = {name: value for one in written for name, value in one.items() if name not in ours}
     beside[_GROUPS] = {"param_groups": list(_of_both_kinds(written))}
     if count == 1:
         return {**beside, _STATE: loaded[_STATE]}
