@@ -19,7 +19,7 @@ from megasched.analysis.recording.meta_call import (
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits, may_be_replaced
-from megasched.language.records import caller_source
+from megasched.language.records import Record, caller_source
 from megasched.language.schedule import matches_glob
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -142,6 +142,12 @@ def graph_of(node: Any) -> Graph:
 def standing_leaves(module: nn.Module) -> set[str]:
     """Returns submodules that always stay calls, as a parallel layer may replace them."""
     return {path for path, inner in module.named_modules() if path and may_be_replaced(inner)}
+
+
+def shard_of_leaf(node: Any) -> Record | None:
+    """Returns the record that has a parallel layer replace this very module; None where there is none."""
+    shards = (one for one in node.root.records if one.primitive == "shard" and one.path == node.path)
+    return next(shards, None) if may_be_replaced(node.mod) else None
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:

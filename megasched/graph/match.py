@@ -45,8 +45,7 @@ def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: st
         title: name of the pattern, stored in the results.
         scalar: name of the number that the pattern leaves open.
     """
-    result = next(node for node in pattern.module.graph.nodes if node.op == "output").args[0]
-    last = result[0] if isinstance(result, list | tuple) else result
+    (last,) = _results(pattern)
     names = {node: name for name, node in [*graph.inputs.items(), *graph.names.items()]}
     taken: set[fx.Node] = set()
     found: list[Subgraph] = []
@@ -65,6 +64,17 @@ def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: st
             found.append(Subgraph(path, nodes, tuple(names[node] for node in inputs), title, scalars))
             break
     return found[::-1]
+
+
+def returns_operation(pattern: Graph) -> bool:
+    """Returns whether a pattern returns one tensor, and an operation gives it; type conversions are none."""
+    results = _results(pattern)
+    return len(results) == 1 and _skip(results[0])[0].op == "call_function"
+
+
+def _results(graph: Graph) -> list[fx.Node]:
+    """Returns the tensors that a graph returns, in their order."""
+    return list(graph.module.graph.output_node().all_input_nodes)
 
 
 def _used_outside(members: set[fx.Node], top: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -87,6 +88,11 @@ def check_subgraph(
             remedy = f'trace that module by itself, sch["{inner}"].trace(): what is around it then stays around it'
         return [Problem(what, path, source, remedy)]
     nodes = [graph.names[name] for name in subgraph.nodes]
+    if apart := _apart(graph, nodes):
+        what = (
+            f"the sub-graph ends within what {apart[0]} returns: several tensors, each of which an operation takes"
+        )
+        return [Problem(what, path, source, f"join {' | '.join(apart)}")]
     if not validate_partition(_without_idle_ends(nodes)):
         what = "an operation outside of the sub-graph lies between two inside of it: " + ", ".join(subgraph.nodes)
         return [Problem(what, path, source, "take the one between in as well, or two sub-graphs")]
@@ -100,6 +106,22 @@ def check_subgraph(
         remedy = "fuse what lies before and behind as two sub-graphs; to take in the bias of a linear, call "
         remedy += f'sch["{path}.<linear>"].decompose() before trace()'
         return [Problem(what, path, source, remedy)]
+    return []
+
+
+def _apart(graph: Graph, nodes: Sequence[fx.Node]) -> list[str]:
+    """Returns the names of an operation with several results and of those that take each, where a part has some.
+
+    Only tensors can go into and out of a part; the list that such an operation returns is none. Empty where there
+    is no such operation.
+    """
+    names = {node: name for name, node in graph.names.items()}
+    for node in nodes:
+        made = node.args[0] if node.target is operator.getitem else node
+        if isinstance(made, fx.Node) and isinstance(made.meta.get("val"), list | tuple):
+            together = [made, *made.users]
+            if not set(together) <= set(nodes):
+                return [names[one] for one in together]
     return []
 
 

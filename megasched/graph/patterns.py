@@ -18,16 +18,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megasched.analysis.recording.meta_call import meta_copy
+from megasched.errors import Problem, ScheduleError
 from megasched.graph import opaque
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
-from megasched.graph.match import ANY_NUMBER, SMALLEST_SIZE, find_matches
+from megasched.graph.match import ANY_NUMBER, SMALLEST_SIZE, find_matches, returns_operation
+from megasched.language.records import caller_source
 from megasched.language.subgraph import Subgraph
 
 # Sizes of an example that nobody gave: [b, s, h], each a size that no axis or power has.
 EXAMPLE = (SMALLEST_SIZE + 2, SMALLEST_SIZE + 6, 38)
 
 Shape = tuple[int, ...]
+
+_ABOUT_PATTERNS = (
+    "a pattern is a module, or a function of tensors (of [b, s, h] where examples gives no other shape) that "
+    "returns what one operation gives; a function that chooses operations has one parameter, called node"
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,25 @@ class Pattern:
     __hash__ = object.__hash__
 
     def find(self, graph: Graph, path: str) -> list[Subgraph]:
-        """Returns the parts of a graph that compute this, in any spelling; each part is found once."""
+        """Returns the parts of a graph that compute this, in any spelling; each part is found once.
+
+        Args:
+            path: path of the traced module.
+
+        Raises:
+            ScheduleError: a spelling can't be traced, or does not return what one operation gives.
+        """
         found: list[Subgraph] = []
         taken: set[str] = set()
         for title, function in self.spellings.items():
-            traced, scalar = _trace_pattern(self, function)
+            try:
+                traced, scalar = _trace_pattern(self, function)
+            except ScheduleError as error:
+                what = f"find: the pattern {error.problems[0].what}"
+                raise ScheduleError(Problem(what, path, caller_source(), _ABOUT_PATTERNS)) from error
+            if not returns_operation(traced):
+                what = "find: the pattern does not return what one operation gives"
+                raise ScheduleError(Problem(what, path, caller_source(), _ABOUT_PATTERNS))
             form = title.partition("/")[0]
             spelling = f"{self.name}:{form}" if form else self.name
             for part in find_matches(traced, graph, path, spelling, scalar):
@@ -64,11 +85,19 @@ class Pattern:
 
 
 def as_pattern(
-    what: Callable[..., torch.Tensor] | nn.Module | Pattern, examples: Mapping[str, Any] | None
+    what: Callable[..., torch.Tensor] | nn.Module | Pattern, examples: Mapping[str, Any] | None, path: str
 ) -> Pattern:
-    """Returns a function of tensors, or a module, as a pattern without a name; a pattern unchanged."""
+    """Returns a function of tensors, or a module, as a pattern without a name; a pattern unchanged.
+
+    Raises:
+        ScheduleError: it is something else; names the path of the traced module.
+    """
     if isinstance(what, Pattern):
         return what
+    if isinstance(what, type) or not callable(what):
+        shown = f"the class {what.__name__}" if isinstance(what, type) else repr(what)
+        problem = f"find: {shown} is neither a regular expression nor a pattern"
+        raise ScheduleError(Problem(problem, path, caller_source(), _ABOUT_PATTERNS))
     return Pattern("", {"": what}, dict(examples or {}))
 
 

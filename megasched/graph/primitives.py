@@ -152,7 +152,7 @@ class Find(Primitive):
 
         if isinstance(what, str) or _chooses_nodes(what):
             return _find_nodes(node, what, missing_ok)
-        pattern = as_pattern(what, examples)
+        pattern = as_pattern(what, examples, node.path)
         found = pattern.find(graph_of(node), node.path)
         return _found_or_refused(node, found, pattern.name or "the pattern", missing_ok)
 
@@ -301,7 +301,9 @@ class Decompose(Primitive):
 
 
 def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-    """Checks that a module is traced once, by itself, and on one pipeline stage."""
+    """Checks that a module is traced once, by itself, as the definition computes it, and on one pipeline stage."""
+    from megasched.graph.definition_graphs import shard_of_leaf
+
     prefix = node.path + "." if node.path else ""
     others = records_where(node.root.records, lambda primitive: primitive.makes_graph)
     if sum(record.path == node.path for record in others) > 1:
@@ -315,11 +317,21 @@ def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list
         if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in arguments["leaves"]):
             remedy = f'trace one of the two, or keep the inner a call: leaves=["{inner}"]'
             return [Problem(f"is traced, and so is {record.path} inside it", node.path, source, remedy)]
+    if (shard := shard_of_leaf(node)) is not None:
+        what = f"is traced, and sharded at {shard.source}: Megatron's layer computes it, which has no graph"
+        remedy = "leave the trace out, or trace the module around it, in which it stays a call"
+        return [Problem(what, node.path, source, remedy)]
     layout = node.root.layout
-    if layout.pp > 1 and not any(part.isdigit() for part in node.path.split(".")):
+    if layout.pp > 1 and _holds_layers(node):
         what = f"holds layers of several pipeline stages ({layout.pp}), and a graph can't be cut"
         return [Problem(what, node.path, source, "trace the layers, or modules in them")]
     return []
+
+
+def _holds_layers(node: Node) -> bool:
+    """Returns whether a module may hold layers of several stages: a list is in it, and it is in none."""
+    listed = any(part.isdigit() for part in node.path.split("."))
+    return not listed and any(part.isdigit() for path, _ in node.mod.named_modules() for part in path.split("."))
 
 
 def _record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:

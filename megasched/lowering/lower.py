@@ -217,7 +217,8 @@ def _lower_cut(path: str, module: nn.Module, context: BuildContext, entered: boo
 
 def _lower_whole(path: str, module: nn.Module, context: BuildContext) -> None:
     """Makes replicated parameters real where they are on meta, fills them and marks partial gradients."""
-    for name, held in list(module.named_parameters(recurse=False)):
+    # A tied parameter may have two names in one module.
+    for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         placement = context.plan.placement(path, name)
         tied = context.made.get(placement.name)
         if tied is not None:

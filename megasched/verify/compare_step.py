@@ -11,7 +11,9 @@ from megasched.verify.locate.dropout_masks import wrong_masks
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
 from megasched.verify.numbers import Check, Errors, Number, difference, errors_of, own_errors
+from megasched.verify.parity import refusal_of
 from megasched.verify.plain.runs import PlainRun
+from megasched.verify.ranks.pool import RankError
 from megasched.verify.recording import PlanFacts, RankReport
 from megasched.verify.reference import DRAWS, HfStep
 from megasched.verify.steps import FIRST, Look, Steps
@@ -107,7 +109,13 @@ class StepComparison:
         if tp == 1 or not self.facts.dropouts or not steps.can_drop_out():
             return checks, note, None
         steps.progress("a step with dropout, to see which numbers the ranks draw")
-        finding = self._wrong_masks(self.schedule)
+        try:
+            finding = self._wrong_masks(self.schedule)
+        except RankError as error:
+            refusal = refusal_of(str(error))
+            if steps.subject.drops_out or not refusal:
+                raise
+            return checks, f"with a dropout above 0 a run of it is refused: {refusal}", None
         checks.append(Check("dropout masks", None, 0.0, finding.where if finding else "", finding is None))
         self._of_dropouts = finding is not None
         return checks, "dropouts draw the wrong random numbers" if finding else note, finding

@@ -22,6 +22,7 @@ ROUNDING = 4.0
 MOST_ROUNDING = 1e-3  # and no further: a definition that draws random numbers differs from itself, too
 LONGEST = 400  # characters of a reason
 REFUSAL = re.compile(r"megasched\.errors\.\w+: ")
+CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of)")
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,11 @@ def failure(report: str) -> Outcome:
 
 def refusal_of(report: str) -> str:
     """Returns the message of megasched's own error in a report of ranks, as it was written; empty without one."""
-    found = REFUSAL.search(report)
-    return report[found.end() :].split("\n    its output:")[0].split("\n--- rank")[0].strip() if found else ""
+    for of_rank in report.split("\n--- rank"):
+        raised = of_rank.split("\n    its output:")[0]
+        if found := [*REFUSAL.finditer(raised)]:  # the last one, which the others are causes of
+            return CHAINED.split(raised[found[-1].end() :], maxsplit=1)[0].strip()
+    return ""
 
 
 def _shortened(text: str) -> str:

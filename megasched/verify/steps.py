@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,7 @@ class Subject:
         weights: file of safetensors by the names of parameters; None where they are a checkpoint of HF's.
         batches: path for the file of batches.
         small: whether it is a copy that was made for this.
+        drops_out: whether the model that it is made of has dropouts on.
         adapter: file of the adapter that stands before an installed one.
         notes: what was changed in the model, and what no check sees of it.
     """
@@ -181,6 +183,7 @@ class Subject:
     batches: str
     trust_remote_code: bool
     small: bool
+    drops_out: bool = False
     adapter: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -210,6 +213,7 @@ def make_subject(
     """
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     name = type(config).__name__.removesuffix("Config")
+    drops_out = bool(switch(copy.deepcopy(config), 0.0))
     depth, own, notes = layers or max(LAYERS, layout.pp * layout.vpp), False, []
     if full_size:
         if overrides or layers is not None:
@@ -237,7 +241,8 @@ def make_subject(
     batches = str(target.with_name("batches.safetensors"))
     found = Subject(str(target), name, depth, objective, weights, batches, trust_remote_code, not full_size)
     # The ranks may run elsewhere.
-    return replace(found, notes=tuple(notes), adapter=None if adapter is None else os.path.abspath(adapter))
+    adapter = None if adapter is None else os.path.abspath(adapter)
+    return replace(found, drops_out=drops_out, notes=tuple(notes), adapter=adapter)
 
 
 def _has_weights(hf_model: str) -> bool:

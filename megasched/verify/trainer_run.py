@@ -214,12 +214,13 @@ def _shards(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
     """Maps names of placements to (this rank's shard, placement), without the second copy of a tie."""
     found: dict[str, tuple[list[torch.Tensor], Any]] = {}
     for chunk in chunks:
+        placements = {placement.name: placement for placement in chunk.plan.placements.values()}
         for parameter, assembly in chunk.local_parameters().values():
             if getattr(parameter, "shared", False):
                 continue
             pieces = assembly.split(take(parameter), chunk.shard_owner(assembly, 0).size)
             for part, piece in zip(assembly.parts, pieces, strict=True):
-                found.setdefault(part.name, ([], chunk.plan.placements[part.name]))[0].append(piece)
+                found.setdefault(part.name, ([], placements[part.name]))[0].append(piece)
     # Entries of one tensor come one by one, in their order.
     return {
         name: (pieces[0] if len(pieces) == 1 else torch.cat(pieces), placement)

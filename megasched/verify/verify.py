@@ -154,6 +154,7 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
     """
     try:
         judge = StepComparison(steps, schedule)
+        checks, why, finding = judge.judge()
     except (RankError, PlainError) as error:
         outcome = failure(str(error))
         found.verdict, found.why = outcome.verdict, refusal_of(str(error)) or outcome.why  # type: ignore[assignment]
@@ -161,8 +162,7 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
             found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
         return
     found.notes = [*found.notes, *judge.notes]
-    found.verdict = "equal"
-    found.checks, found.why, finding = judge.judge()
+    found.verdict, found.checks, found.why = "equal", checks, why
     found.finding = finding and replace(finding, records=_near(finding.records))
     if found.finding is None and all(check.equal for check in found.checks):
         return

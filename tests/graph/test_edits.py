@@ -1,6 +1,7 @@
 """Several edits of one traced module: side by side in any order, one reading what another gives, never tangled."""
 
 import copy
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -145,6 +146,32 @@ def test_a_part_whose_results_nobody_needs_is_refused():
     sch, node = traced(Casts())
     node.checkpoint(node.find("to")[0])
     assert "nothing outside of the sub-graph needs" in refusal(megasched.build(sch), X)
+
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(8, 16)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def test_an_operation_with_several_results_is_taken_with_what_takes_each():
+    torch.manual_seed(3)
+    model = randomize(Split())
+    want = backward(nn.Sequential(copy.deepcopy(model)))
+    sch, node = traced(model)
+    chunk, first, second = node.find(r"chunk|getitem(_\d+)?")
+    for some in (chunk, first, second, chunk | first, first | second):
+        for call in (node.checkpoint, partial(node.replace, lambda old: old), node.fuse):
+            assert "join chunk | getitem | getitem_1" in refusal(call, subgraph=some)
+    node.checkpoint(chunk | first | second)
+    assert alike(backward(megasched.build(sch)), want)
+    sch, node = traced(model)
+    node.replace(lambda old: old, subgraph=chunk | first | second)
+    assert alike(backward(megasched.build(sch)), want)
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "unchanged"])

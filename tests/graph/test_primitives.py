@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import megasched
 from megasched import ScheduleError, Subgraph
 from megasched.graph import patterns, traced
+from megasched.language.parallel_dims import ParallelDims
+from megasched.plan.make import make_plan
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 
 X = torch.linspace(-1, 1, 48).reshape(2, 3, 8)
@@ -195,6 +197,44 @@ def test_find_refuses():
     assert sch["0"].find("act.gel", missing_ok=True) == []
     assert "no regular expression" in refusal(sch["0"].find, "(")
     assert "nothing matches swiglu" in refusal(sch["0"].find, patterns.swiglu)
+
+
+NO_PATTERNS = {
+    "a constant": (lambda one: True, "does not return what one operation gives"),
+    "its own argument": (lambda x: x, "does not return what one operation gives"),
+    "a conversion of its argument": (lambda x: x.float(), "does not return what one operation gives"),
+    "two results": (lambda x: (F.gelu(x), x + 1), "does not return what one operation gives"),
+    "no tensor of it": (lambda x: x.shape[0], "does not return what one operation gives"),
+    "what it is not given": (lambda x: x.operation, "can't be traced: AttributeError"),
+    "a class": (nn.GELU, "the class GELU is neither a regular expression nor a pattern"),
+    "a list": (["act.gelu"], "['act.gelu'] is neither a regular expression nor a pattern"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PATTERNS)
+def test_what_is_no_pattern_is_refused_where_it_is_asked_for(name):
+    what, why = NO_PATTERNS[name]
+    told = refusal(schedule()["0"].find, what, missing_ok=True)
+    for said in (why, "module: 0\n    asked for at: ", "one parameter, called node"):
+        assert said in told
+
+
+def test_what_is_no_graph_in_a_run_is_refused_by_the_plan():
+    def refused(layout, *paths):
+        model = tiny_model("llama")
+        sch = megasched.create_schedule(model, layout)
+        for path in paths:
+            sch[path].trace()
+        sch["model.layers.0.mlp.up_proj"].shard("weight", axis=0)
+        return refusal(make_plan, sch, model=model, causal_lm=True)
+
+    stages = ParallelDims(pipeline_model_parallel_size=2)
+    assert "holds layers of several pipeline stages (2)" in refused(stages, "model")
+    for layout in (ParallelDims(), stages):
+        told = refused(layout, "model.layers.0.mlp.up_proj", "model.layers.1.mlp", "model.norm", "lm_head")
+        assert told.count("  - ") == 1
+        assert "is traced, and sharded at" in told
+        assert "module: model.layers.0.mlp.up_proj" in told
 
 
 def test_subgraphs_that_can_not_be_one_part():

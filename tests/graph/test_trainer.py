@@ -28,6 +28,9 @@ def schedule(sch, layout):
     last = sch["model.layers.2"]
     last.trace()
     last.checkpoint(last.find(patterns.rms_norm)[0])
+    norm = sch["model.norm"]
+    norm.trace()
+    norm.checkpoint(norm.find("rsqrt")[0])
 """
 VPP = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 LAYOUTS = {

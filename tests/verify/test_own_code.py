@@ -25,6 +25,25 @@ def test_at_full_size_dropouts_are_off_but_for_the_masks(ranks, tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_what_only_a_run_with_dropout_refuses(ranks, tmp_path):
+    """Nothing is cut, so that each rank draws for whole activations between layers that are cut by length."""
+    (tmp_path / "nothing.py").write_text("def schedule(sch, layout):\n    pass\n")
+    layout = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
+
+    def verified(rate):
+        config = GPT2Config(**{**small_config("gpt2").to_dict(), "resid_pdrop": rate})
+        config.save_pretrained(tmp_path / "model")
+        return verify_schedule(f"{tmp_path}/nothing.py", str(tmp_path / "model"), layout, ranks=ranks)
+
+    refusal = "the schedule has a problem:\n  - draws random numbers for activations that are whole"
+    without, with_it = verified(0.0), verified(0.1)
+    assert (without.verdict, without.finding) == ("equal", None)
+    assert without.why.startswith(f"with a dropout above 0 a run of it is refused: {refusal}")
+    assert (with_it.verdict, with_it.checks) == ("refused", [])
+    assert with_it.why.startswith(refusal)
+    assert "remedy: switch this dropout off" in with_it.why
+
+
 MINE = """
 import torch
 from torch import nn

@@ -110,6 +110,25 @@ def test_a_refusal_is_told_without_paths():
     assert outcome.why == "TP 3 does not divide 4 heads module: model.layers.0 remedy: TP 2"
 
 
+def test_of_errors_that_led_to_one_another_the_last_is_told():
+    lines = [
+        "megasched.errors.ConfigError: no file",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "megasched.errors.ScheduleError: the schedule has a problem:",
+        "  - it raised ConfigError: no file",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "RuntimeError: the connection was lost",
+        "--- rank 1 failed:",
+        "megasched.errors.ConfigError: something else",
+    ]
+    outcome = failure("\n".join(lines))
+    assert (outcome.verdict, outcome.why) == ("refused", "it raised ConfigError: no file")
+
+
 def test_any_error_of_megascheds_is_a_refusal():
     outcome = failure("megasched.errors.MegaschedError: attention with sinks")
     assert (outcome.verdict, outcome.why) == ("refused", "attention with sinks")

@@ -64,6 +64,46 @@ def test_weights_without_numbers_are_equal(ranks, tmp_path):
     assert (found.verdict, found.why, found.finding) == ("equal", "", None)
 
 
+OF_OTHER_NAMES = """
+import torch
+from megasched.model_adapters.default_schedule import schedule as auto
+
+
+class Around(torch.nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.inner = old
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Mean(torch.nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.one, self.other = (torch.nn.Parameter(torch.empty_like(old.weight)) for _ in range(2))
+        self.eps = old.variance_epsilon
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], (self.one + self.other) / 2, self.eps)
+
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    sch["model.layers.*.input_layernorm"].replace(Around)
+    sch["model.layers.*.post_attention_layernorm"].replace(Mean, weights={"one": "weight", "other": "weight"})
+"""
+
+
+def test_replaced_modules_are_compared_by_the_names_of_hf(ranks, tmp_path):
+    """One has its parameters below another name, the other has one parameter under two."""
+    (tmp_path / "others.py").write_text(OF_OTHER_NAMES)
+    layout = ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    found = verify_schedule(f"{tmp_path}/others.py", save("llama", tmp_path / "llama"), layout, ranks=ranks)
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+    assert {check.name for check in found.checks} >= {"gradients", "weights"}
+
+
 OF_ANOTHER_RELEASE = """
 from megasched.model_adapters.registry import Adapter
 
