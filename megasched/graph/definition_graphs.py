@@ -144,10 +144,13 @@ def standing_leaves(module: nn.Module) -> set[str]:
     return {path for path, inner in module.named_modules() if path and may_be_replaced(inner)}
 
 
-def shard_of_leaf(node: Any) -> Record | None:
-    """Returns the record that has a parallel layer replace this very module; None where there is none."""
+def replaced_by(node: Any) -> Record | None:
+    """Returns the record that has other code compute this very module in a run; None where there is none.
+
+    It is a parallel layer, or what sends tokens to experts of other ranks.
+    """
     shards = (one for one in node.root.records if one.primitive == "shard" and one.path == node.path)
-    return next(shards, None) if may_be_replaced(node.mod) else None
+    return next(shards, None) if may_be_replaced(node.mod) or node.root.layout.ep > 1 else None
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:

@@ -96,6 +96,12 @@ def check_subgraph(
     if not validate_partition(_without_idle_ends(nodes)):
         what = "an operation outside of the sub-graph lies between two inside of it: " + ", ".join(subgraph.nodes)
         return [Problem(what, path, source, "take the one between in as well, or two sub-graphs")]
+    if all(node.target in CASTS for node in nodes):
+        names = ", ".join(subgraph.nodes)
+        what = f"the sub-graph only converts types, which in a run of that type does nothing: {names}"
+        return [Problem(what, path, source, "join it with what reads the result, by |")]
+    if all(user in nodes for node in nodes for user in node.users):
+        return [_unneeded(subgraph, path, source)]
     writing = [name for name in subgraph.nodes if _writes(graph.names[name])]
     if writing:
         what = f"the sub-graph writes in place: {', '.join(writing)}"
@@ -107,6 +113,11 @@ def check_subgraph(
         remedy += f'sch["{path}.<linear>"].decompose() before trace()'
         return [Problem(what, path, source, remedy)]
     return []
+
+
+def _unneeded(subgraph: Subgraph, path: str, source: str) -> Problem:
+    what = f"nothing outside of the sub-graph needs what it computes: {', '.join(subgraph.nodes)}"
+    return Problem(what, path, source, "leave this call out")
 
 
 def _apart(graph: Graph, nodes: Sequence[fx.Node]) -> list[str]:
@@ -167,11 +178,14 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
     idle = {node: uncast(node) for node in nodes if is_idle_cast(node)}
     for node, before in idle.items():
         node.replace_all_uses_with(before, delete_user_cb=lambda user: user not in nodes)
-    members = [node for node in module.graph.nodes if node in set(nodes)]
+    # One that is read outside alone is read by nobody now, and others may lie between it and the part.
+    unread = {node for node in idle if not node.users}
+    members = [node for node in module.graph.nodes if node in set(nodes) - unread]
+    if not members:
+        raise ScheduleError(_unneeded(edit.subgraph, path, edit.source))
     part, inputs, outputs = fuse_as_graphmodule(module, members, "Part")
-    if not outputs:
-        what = f"nothing outside of the sub-graph needs what it computes: {', '.join(edit.subgraph.nodes)}"
-        raise ScheduleError(Problem(what, path, edit.source, "leave this call out"))
+    if not outputs:  # only what idle casts return is read
+        raise ScheduleError(_unneeded(edit.subgraph, path, edit.source))
     if edit.subgraph.inputs:
         inputs = _in_order(graph, edit, part, inputs, path)
     known = replace(edit.subgraph, inputs=_names_of(graph, inputs))

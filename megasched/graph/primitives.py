@@ -302,7 +302,7 @@ class Decompose(Primitive):
 
 def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
     """Checks that a module is traced once, by itself, as the definition computes it, and on one pipeline stage."""
-    from megasched.graph.definition_graphs import shard_of_leaf
+    from megasched.graph.definition_graphs import replaced_by
 
     prefix = node.path + "." if node.path else ""
     others = records_where(node.root.records, lambda primitive: primitive.makes_graph)
@@ -317,21 +317,30 @@ def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list
         if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in arguments["leaves"]):
             remedy = f'trace one of the two, or keep the inner a call: leaves=["{inner}"]'
             return [Problem(f"is traced, and so is {record.path} inside it", node.path, source, remedy)]
-    if (shard := shard_of_leaf(node)) is not None:
-        what = f"is traced, and sharded at {shard.source}: Megatron's layer computes it, which has no graph"
+    if (shard := replaced_by(node)) is not None:
+        what = f"is traced, and sharded at {shard.source}: other code computes it in a run, which has no graph"
         remedy = "leave the trace out, or trace the module around it, in which it stays a call"
         return [Problem(what, node.path, source, remedy)]
     layout = node.root.layout
+    if layout.sp and _holds_layers(node, arguments["leaves"]):
+        what = "holds layers, at which sequence parallelism cuts the hidden state, and that has no graph"
+        return [Problem(what, node.path, source, "keep the layers calls, by trace_until; or trace the layers")]
     if layout.pp > 1 and _holds_layers(node):
         what = f"holds layers of several pipeline stages ({layout.pp}), and a graph can't be cut"
         return [Problem(what, node.path, source, "trace the layers, or modules in them")]
     return []
 
 
-def _holds_layers(node: Node) -> bool:
-    """Returns whether a module may hold layers of several stages: a list is in it, and it is in none."""
-    listed = any(part.isdigit() for part in node.path.split("."))
-    return not listed and any(part.isdigit() for path, _ in node.mod.named_modules() for part in path.split("."))
+def _holds_layers(node: Node, leaves: Sequence[str] = ()) -> bool:
+    """Returns whether a module may hold the layers: a list is in it, and it is in none.
+
+    Args:
+        leaves: submodules that do not count, nor what is in them.
+    """
+    if any(part.isdigit() for part in node.path.split(".")):
+        return False
+    listed = [path for path, _ in node.mod.named_modules() if any(part.isdigit() for part in path.split("."))]
+    return any(not any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves) for path in listed)
 
 
 def _record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:

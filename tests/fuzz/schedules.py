@@ -84,17 +84,15 @@ def write_schedule(folder: str, seed: str, file: str, layout: str) -> list[str]:
     records = [record for record in session.schedule.records if record.primitive == "shard"]
     model = session.definition
     lines = []
-    match draw.choice(("auto", "some of it", "some of it", "none of it")):
+    match "auto" if layout == "ep2" else draw.choice(("auto", "some of it", "some of it", "none of it")):
         case "auto":
             lines.append("default(sch, layout)")
         case "some of it":
-            paths = sorted({_of_all_layers(record.path) for record in records})
-            kept = draw.sample(paths, draw.randint(len(paths) // 2, len(paths)))
-            lines += dict.fromkeys(
-                _call(path, "shard", **record.arguments)
-                for record in records
-                if (path := _of_all_layers(record.path)) in kept
-            )
+            calls = {_of_all_layers(record.path): record.arguments for record in records}
+            outside = [path for path in calls if "*" not in path]  # tied, perhaps
+            inside = [path for path in calls if "*" in path]
+            kept = draw.choice(([], outside)) + draw.sample(inside, draw.randint(len(inside) // 2, len(inside)))
+            lines += [_call(path, "shard", **calls[path]) for path in calls if path in kept]
         case _:
             lines += [_shard(model, draw) for _ in range(draw.choice((1, 1, 2)))]
     if "pp2" in layout and draw.random() < 0.5:
@@ -181,7 +179,7 @@ def _edited(model: nn.Module, draw: random.Random) -> str:
 
 DRAWS: tuple[Callable[[nn.Module, random.Random], str], ...] = (
     *(_on_any("checkpoint"), _on_any("checkpoint"), _on_any("fork_rng"), _on_any("probe"), _on_any("trace")),
-    *(_level, _block, _annotate, _copied, _wrapped, _hook, _edited, _edited, _shard),
+    *(_level, _block, _annotate, _copied, _wrapped, _hook, _edited, _edited),
 )
 
 

@@ -1,8 +1,9 @@
 """Several edits of one traced module: side by side in any order, one reading what another gives, never tangled."""
 
 import copy
-from functools import partial
+from functools import partial, reduce
 from itertools import permutations
+from operator import or_
 
 import pytest
 import torch
@@ -142,10 +143,35 @@ def test_parts_that_wait_for_each_other_are_told_with_both_lines():
     assert f"asked for at: {second}" in said
 
 
-def test_a_part_whose_results_nobody_needs_is_refused():
-    sch, node = traced(Casts())
-    node.checkpoint(node.find("to")[0])
-    assert "nothing outside of the sub-graph needs" in refusal(megasched.build(sch), X)
+class Idle(nn.Module):
+    """Computes what it does not return: [b, s, 8] -> [b, s, 8]."""
+
+    def forward(self, x):
+        x.exp().float().sin()
+        return x.cos()
+
+
+def test_a_part_that_changes_nothing_is_refused_where_it_is_taken():
+    _, node = traced(Casts())
+    assert "in a run of that type does nothing: to" in refusal(node.checkpoint, node.find("to")[0])
+    _, node = traced(Idle())
+    for name in ("sin", "to|sin", "exp|to|sin"):
+        found = node.find(name)
+        assert "nothing outside of the sub-graph needs" in refusal(node.checkpoint, reduce(or_, found))
+
+
+class Turned(nn.Module):
+    """A part's operation and a conversion, which converts nothing here, with another operation between them."""
+
+    def forward(self, x):
+        return x.view(3, 2, 8).transpose(0, 1).float().sin()
+
+
+def test_another_operation_may_lie_before_a_conversion_that_is_read_outside():
+    want = backward(nn.Sequential(Turned()))
+    sch, node = traced(Turned())
+    node.checkpoint(node.find("view")[0] | node.find("to")[0])
+    assert alike(backward(megasched.build(sch)), want)
 
 
 class Split(nn.Module):

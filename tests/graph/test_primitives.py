@@ -230,11 +230,27 @@ def test_what_is_no_graph_in_a_run_is_refused_by_the_plan():
 
     stages = ParallelDims(pipeline_model_parallel_size=2)
     assert "holds layers of several pipeline stages (2)" in refused(stages, "model")
+    cut = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert "at which sequence parallelism cuts the hidden state" in refused(cut, "model")
     for layout in (ParallelDims(), stages):
         told = refused(layout, "model.layers.0.mlp.up_proj", "model.layers.1.mlp", "model.norm", "lm_head")
         assert told.count("  - ") == 1
         assert "is traced, and sharded at" in told
         assert "module: model.layers.0.mlp.up_proj" in told
+
+
+def test_experts_that_are_shared_out_are_no_graph():
+    for layout in (ParallelDims(), ParallelDims(expert_model_parallel_size=2)):
+        model = tiny_model("mixtral")
+        sch = megasched.create_schedule(model, layout)
+        for layer in sch["model.layers"]:
+            for name in ("gate_up_proj", "down_proj"):
+                layer["mlp.experts"].shard(name, axis=0)
+        sch["model.layers.0.mlp.experts"].trace()
+        if layout.ep == 1:
+            make_plan(sch, model=model, causal_lm=True)
+        else:
+            assert "is traced, and sharded at" in refusal(make_plan, sch, model=model, causal_lm=True)
 
 
 def test_subgraphs_that_can_not_be_one_part():
