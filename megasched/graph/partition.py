@@ -93,7 +93,9 @@ def check_subgraph(
             f"the sub-graph ends within what {apart[0]} returns: several tensors, each of which an operation takes"
         )
         return [Problem(what, path, source, f"join {' | '.join(apart)}")]
-    if not validate_partition(_without_idle_ends(nodes)):
+    if not validate_partition(
+        nodes
+    ):  # conversions count, too: what is idle here converts in a run of another type
         what = "an operation outside of the sub-graph lies between two inside of it: " + ", ".join(subgraph.nodes)
         return [Problem(what, path, source, "take the one between in as well, or two sub-graphs")]
     if all(node.target in CASTS for node in nodes):
@@ -136,11 +138,6 @@ def _apart(graph: Graph, nodes: Sequence[fx.Node]) -> list[str]:
     return []
 
 
-def _without_idle_ends(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Returns the nodes without idle casts that others read too: those read the cast's input (``apply_edit``)."""
-    return [node for node in nodes if not (is_idle_cast(node) and any(user not in nodes for user in node.users))]
-
-
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
@@ -150,7 +147,7 @@ def is_tangled(graph: Graph, parts: Iterable[Sequence[str]]) -> bool:
     """Returns whether these parts can't all be single calls, because they would wait for each other."""
     owner: dict[fx.Node, int] = {}
     for index, part in enumerate(parts):
-        owner |= dict.fromkeys(_without_idle_ends([graph.names[name] for name in part]), index)
+        owner |= dict.fromkeys([graph.names[name] for name in part], index)
     after: dict[Any, set[Any]] = {}
     for node in graph.module.graph.nodes:
         mine = owner.get(node, node)
@@ -178,11 +175,7 @@ def apply_edit(graph: Graph, edit: Edit, path: str) -> None:
     idle = {node: uncast(node) for node in nodes if is_idle_cast(node)}
     for node, before in idle.items():
         node.replace_all_uses_with(before, delete_user_cb=lambda user: user not in nodes)
-    # One that is read outside alone is read by nobody now, and others may lie between it and the part.
-    unread = {node for node in idle if not node.users}
-    members = [node for node in module.graph.nodes if node in set(nodes) - unread]
-    if not members:
-        raise ScheduleError(_unneeded(edit.subgraph, path, edit.source))
+    members = [node for node in module.graph.nodes if node in set(nodes)]
     part, inputs, outputs = fuse_as_graphmodule(module, members, "Part")
     if not outputs:  # only what idle casts return is read
         raise ScheduleError(_unneeded(edit.subgraph, path, edit.source))

@@ -322,8 +322,9 @@ def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list
         remedy = "leave the trace out, or trace the module around it, in which it stays a call"
         return [Problem(what, node.path, source, remedy)]
     layout = node.root.layout
-    if layout.sp and _holds_layers(node, arguments["leaves"]):
-        what = "holds layers, at which sequence parallelism cuts the hidden state, and that has no graph"
+    if (layout.sp or layout.cp > 1) and _holds_layers(node, arguments["leaves"]):
+        how = "sequence" if layout.sp else "context"
+        what = f"holds layers, around which {how} parallelism adds what has no graph"
         return [Problem(what, node.path, source, "keep the layers calls, by trace_until; or trace the layers")]
     if layout.pp > 1 and _holds_layers(node):
         what = f"holds layers of several pipeline stages ({layout.pp}), and a graph can't be cut"

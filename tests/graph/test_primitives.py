@@ -231,7 +231,8 @@ def test_what_is_no_graph_in_a_run_is_refused_by_the_plan():
     stages = ParallelDims(pipeline_model_parallel_size=2)
     assert "holds layers of several pipeline stages (2)" in refused(stages, "model")
     cut = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
-    assert "at which sequence parallelism cuts the hidden state" in refused(cut, "model")
+    for layout, how in ((cut, "sequence"), (ParallelDims(context_parallel_size=2), "context")):
+        assert f"holds layers, around which {how} parallelism adds what has no graph" in refused(layout, "model")
     for layout in (ParallelDims(), stages):
         told = refused(layout, "model.layers.0.mlp.up_proj", "model.layers.1.mlp", "model.norm", "lm_head")
         assert told.count("  - ") == 1

@@ -319,6 +319,13 @@ def test_attention_whose_heads_tp_does_not_divide_is_planned_whole(tmp_path):
     assert found.memory[0].parameters > of_four.memory[0].parameters
 
 
+def test_layers_that_can_not_be_measured_apart_are_out_with_that_reason(tmp_path):
+    small_config("qwen4_exp").save_pretrained(tmp_path)  # a run without stages takes this layout
+    job = Job(partial(open_session, "auto", str(tmp_path)), load_hardware("h100-80gb"), 2, 64, 8)
+    (found,) = _of_group(job, ParallelDims(context_parallel_size=2))
+    assert found.why_out.startswith("not measured, as its layers would be measured like stages: more than the")
+
+
 def test_8_bits_take_another_gpu(model):
     with pytest.raises(ConfigError, match="A100 SXM 80 GB has no 8-bit matrix products"):
         plan(model, gpus=1, gpu="a100-80gb", sequence_length=256, global_batch_size=1, fp8_recipe="delayed")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.attributes import set_attribute
-from megasched.errors import ConfigError, MegaschedError
+from megasched.errors import ConfigError, MegaschedError, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.layers import experts
 from megasched.patches import active, apply, undo
@@ -191,9 +191,17 @@ def _packing(session: Session, stage: Stage, setting: Setting) -> BoundaryCodec 
     """Returns how tensors that enter and leave the stage are sent; None where they are not packed.
 
     A run's packing is as wide as its widest cut takes; this one is as wide as the cuts next to the layer.
+
+    Raises:
+        ScheduleError: the layers can't be cut there; a run without pipeline stages may do.
     """
     cuts = ([] if stage.first else [stage.start]) + ([] if stage.last else [stage.stop])
-    return session.packing(cuts, setting.dtype, (setting.micro_batch_size, setting.sequence_length))
+    try:
+        return session.packing(cuts, setting.dtype, (setting.micro_batch_size, setting.sequence_length))
+    except ScheduleError as error:
+        problem = error.problems[0]
+        what = f"not measured, as its layers would be measured like stages: {problem.what}"
+        raise ScheduleError(replace(problem, what=what)) from error
 
 
 _device_of = torch.ops.prim.device.default
