@@ -93,9 +93,8 @@ def check_subgraph(
             f"the sub-graph ends within what {apart[0]} returns: several tensors, each of which an operation takes"
         )
         return [Problem(what, path, source, f"join {' | '.join(apart)}")]
-    if not validate_partition(
-        nodes
-    ):  # conversions count, too: what is idle here converts in a run of another type
+    # Conversions count, too: what is idle here converts in a run of another type.
+    if not validate_partition(nodes):
         what = "an operation outside of the sub-graph lies between two inside of it: " + ", ".join(subgraph.nodes)
         return [Problem(what, path, source, "take the one between in as well, or two sub-graphs")]
     if all(node.target in CASTS for node in nodes):
@@ -132,7 +131,7 @@ def _apart(graph: Graph, nodes: Sequence[fx.Node]) -> list[str]:
     for node in nodes:
         made = node.args[0] if node.target is operator.getitem else node
         if isinstance(made, fx.Node) and isinstance(made.meta.get("val"), list | tuple):
-            together = [made, *made.users]
+            together = [one for one in (made, *made.users) if one in names]
             if not set(together) <= set(nodes):
                 return [names[one] for one in together]
     return []
