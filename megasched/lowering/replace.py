@@ -238,10 +238,13 @@ def transfer_weights(
     problems += _left_behind(before, used, buffers, path, record)
     if problems:
         return problems
+    # Names that replacements inside of the old module have made are gone with it.
+    inner = {name: renamed.pop(name) for name in [*renamed] if name.startswith(f"{path}.")}
     for name, value in values.items():
         owner, _, leaf = name.rpartition(".")
         new.get_submodule(owner)._parameters[leaf] = value
-        renamed[f"{path}.{name}"] = tuple(f"{path}.{source}" for source in used[name])
+        sources = (f"{path}.{source}" for source in used[name])
+        renamed[f"{path}.{name}"] = tuple(one for source in sources for one in inner.get(source, (source,)))
     for name in buffers[0].keys() & buffers[1].keys():
         owner, _, leaf = name.rpartition(".")
         new.get_submodule(owner)._buffers[leaf] = buffers[0][name]

@@ -5,8 +5,9 @@ import copy
 import torch
 from torch import nn
 
+from megasched.lowering.prepare import prepare
 from megasched.verify.ranks.pool import init_megatron
-from tests.language.replacing import FUSED, Fused, Scale, X, built
+from tests.language.replacing import FUSED, Fused, Scale, X, built, schedule
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far
 
@@ -156,6 +157,34 @@ def test_a_module_under_two_names_is_replaced_under_both(model):
     built(model, lambda sch: sch["1.norm"].replace(lambda old: Scale(8), weights={"gain": "weight"}))
     assert type(model[0].norm) is Scale
     assert model[1].norm is model[0].norm
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_replacement_around_another_stands_for_the_parameters_of_the_definition(model):
+    of_two = {
+        "weights": lambda old: torch.stack([old["up.inner.weight"], old["down.weight"].T]),
+        "biases": lambda old: torch.cat([old["up.inner.bias"], old["down.bias"]]),
+    }
+    sch = schedule(model)
+    sch["0.mlp.up"].replace(Around)
+    sch["0.mlp"].replace(Around)
+    sch["1.mlp.up"].replace(Around)
+    sch["1.mlp"].replace(lambda old: Fused(), weights=of_two)
+    renamed = prepare(sch, model, inputs={"input": X}).renamed
+    assert renamed == {
+        f"0.mlp.inner.{now}.{name}": f"0.mlp.{then}.{name}"
+        for now, then in (("up.inner", "up"), ("down", "down"))
+        for name in ("weight", "bias")
+    }
+    assert sch.renamed["1.mlp.weights"] == ("1.mlp.up.weight", "1.mlp.down.weight")
 
 
 # with other primitives --------------------------------------------------------------------------------
