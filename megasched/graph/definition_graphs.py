@@ -149,8 +149,12 @@ def replaced_by(node: Any) -> Record | None:
 
     It is a parallel layer, or what sends tokens to experts of other ranks.
     """
-    shards = (one for one in node.root.records if one.primitive == "shard" and one.path == node.path)
-    return next(shards, None) if may_be_replaced(node.mod) or node.root.layout.ep > 1 else None
+    return shards(node).get(node.path) if may_be_replaced(node.mod) or node.root.layout.ep > 1 else None
+
+
+def shards(node: Any) -> dict[str, Record]:
+    """Returns the last ``shard`` record of each module that has one, by the module's path."""
+    return {record.path: record for record in node.root.records if record.primitive == "shard"}
 
 
 def chosen_leaves(module: nn.Module, leaves: Sequence[Any], path: str) -> tuple[str, ...]:

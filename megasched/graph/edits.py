@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.graph.definition_graphs import graph_of
+from megasched.graph.definition_graphs import graph_of, shards
 from megasched.graph.partition import check_subgraph, is_tangled
 from megasched.language.records import Record, caller_source
 from megasched.language.registry import (
@@ -70,7 +70,7 @@ def _live_product(primitive: Primitive, node: Node, mine: Mapping[str, Any], sou
 
     A live call of Megatron's layer computes that product, though the definition's graph shows its operations.
     """
-    sharded = {record.path: record for record in node.root.records if record.primitive == "shard"}
+    sharded = shards(node)
     prefix = f"{node.path}." if node.path else ""
     for record in node.root.records:
         if record.primitive != "decompose" or record.path not in sharded or not record.path.startswith(prefix):
@@ -89,7 +89,7 @@ def _makes_one_call(node: Node, record: Record) -> bool:
     """Returns whether the module of this record is one call in the graph of a module around it."""
     one_call = get_primitive(record.primitive).one_call_in_graph
     if one_call == "unless sharded":  # of a sharded module, its layer does what is asked
-        return not any(other.primitive == "shard" and other.path == record.path for other in node.root.records)
+        return record.path not in shards(node)
     return one_call == "always" and "subgraph" not in record.arguments
 
 

@@ -295,7 +295,7 @@ class Decompose(Primitive):
             prefix = record.path + "." if record.path else ""
             if node.path.startswith(prefix):
                 inner = node.path.removeprefix(prefix)
-                if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in record.arguments["leaves"]):
+                if not _is_within(inner, record.arguments["leaves"]):
                     return []
         return [Problem("decompose: no traced module shows this linear", node.path, source, "trace one around it")]
 
@@ -314,7 +314,7 @@ def _check_traces(node: Node, arguments: Mapping[str, Any], source: str) -> list
         inner = record.path.removeprefix(prefix)
         if record.path == node.path or not record.path.startswith(prefix):
             continue
-        if not any(inner == leaf or inner.startswith(leaf + ".") for leaf in arguments["leaves"]):
+        if not _is_within(inner, arguments["leaves"]):
             remedy = f'trace one of the two, or keep the inner a call: leaves=["{inner}"]'
             return [Problem(f"is traced, and so is {record.path} inside it", node.path, source, remedy)]
     if (shard := replaced_by(node)) is not None:
@@ -338,10 +338,18 @@ def _holds_layers(node: Node, leaves: Sequence[str] = ()) -> bool:
     Args:
         leaves: submodules that do not count, nor what is in them.
     """
-    if any(part.isdigit() for part in node.path.split(".")):
-        return False
-    listed = [path for path, _ in node.mod.named_modules() if any(part.isdigit() for part in path.split("."))]
-    return any(not any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves) for path in listed)
+    below = (path for path, _ in node.mod.named_modules() if _is_listed(path))
+    return not _is_listed(node.path) and any(not _is_within(path, leaves) for path in below)
+
+
+def _is_listed(path: str) -> bool:
+    """Returns whether the module at a path is in a list of modules."""
+    return any(name.isdigit() for name in path.split("."))
+
+
+def _is_within(path: str, modules: Sequence[str]) -> bool:
+    """Returns whether a path is that of one of these modules, or of one in them."""
+    return any(path == one or path.startswith(f"{one}.") for one in modules)
 
 
 def _record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, Any]:

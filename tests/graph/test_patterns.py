@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import megasched
 from megasched.graph import patterns
+from tests.graph.test_primitives import refusal, schedule
 
 C = math.sqrt(2 / math.pi)
 
@@ -172,3 +173,23 @@ def test_a_conversion_that_converts_nothing_hides_no_input():
         return x * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
     assert [part.inputs for part in found(scaled_by_itself, patterns.rms_norm)] == [("x", "x")]
+
+
+NO_PATTERNS = {
+    "a constant": (lambda one: True, "does not return what one operation gives"),
+    "its own argument": (lambda x: x, "does not return what one operation gives"),
+    "a conversion of its argument": (lambda x: x.float(), "does not return what one operation gives"),
+    "two results": (lambda x: (F.gelu(x), x + 1), "does not return what one operation gives"),
+    "no tensor of it": (lambda x: x.shape[0], "does not return what one operation gives"),
+    "what it is not given": (lambda x: x.operation, "can't be traced: AttributeError"),
+    "a class": (nn.GELU, "the class GELU is neither a regular expression nor a pattern"),
+    "a list": (["act.gelu"], "['act.gelu'] is neither a regular expression nor a pattern"),
+}
+
+
+@pytest.mark.parametrize("name", NO_PATTERNS)
+def test_what_is_no_pattern_is_refused_where_it_is_asked_for(name):
+    what, why = NO_PATTERNS[name]
+    told = refusal(schedule()["0"].find, what, missing_ok=True)
+    for said in (why, "module: 0\n    asked for at: ", "one parameter, called node"):
+        assert said in told

@@ -199,26 +199,6 @@ def test_find_refuses():
     assert "nothing matches swiglu" in refusal(sch["0"].find, patterns.swiglu)
 
 
-NO_PATTERNS = {
-    "a constant": (lambda one: True, "does not return what one operation gives"),
-    "its own argument": (lambda x: x, "does not return what one operation gives"),
-    "a conversion of its argument": (lambda x: x.float(), "does not return what one operation gives"),
-    "two results": (lambda x: (F.gelu(x), x + 1), "does not return what one operation gives"),
-    "no tensor of it": (lambda x: x.shape[0], "does not return what one operation gives"),
-    "what it is not given": (lambda x: x.operation, "can't be traced: AttributeError"),
-    "a class": (nn.GELU, "the class GELU is neither a regular expression nor a pattern"),
-    "a list": (["act.gelu"], "['act.gelu'] is neither a regular expression nor a pattern"),
-}
-
-
-@pytest.mark.parametrize("name", NO_PATTERNS)
-def test_what_is_no_pattern_is_refused_where_it_is_asked_for(name):
-    what, why = NO_PATTERNS[name]
-    told = refusal(schedule()["0"].find, what, missing_ok=True)
-    for said in (why, "module: 0\n    asked for at: ", "one parameter, called node"):
-        assert said in told
-
-
 def test_what_is_no_graph_in_a_run_is_refused_by_the_plan():
     def refused(layout, *paths):
         model = tiny_model("llama")
