@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 Event = tuple[str, Literal["in", "out"]]
+# What transformers (integrations/moe.py) leaves on every module that holds all of a layer's experts.
+_OF_EXPERTS = "is_transposed"
 
 
 @dataclass
@@ -45,7 +47,8 @@ class Watch:
     """Watches a running model; each module is seen once, in the first forward that it is part of.
 
     Its hooks are the last to see a module's input and output, so that what a lowering puts around a module counts
-    as the module's.
+    as the module's. Inside of HF's experts nothing is seen: in which order an expert's tokens come there is left
+    to a sort that is not stable.
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
@@ -54,8 +57,10 @@ class Watch:
         self._made: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []  # so that no id comes to stand for another tensor
         self._handles = []
-        for path, module in model.named_modules():
-            if path in paths:
+        modules = dict(model.named_modules())
+        experts = tuple(f"{path}." for path, module in modules.items() if hasattr(module, _OF_EXPERTS))
+        for path, module in modules.items():
+            if path in paths and not path.startswith(experts):
                 self._handles += [
                     module.register_forward_pre_hook(self._before(path), with_kwargs=True),
                     module.register_forward_hook(self._after(path)),
