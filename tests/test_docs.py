@@ -271,9 +271,9 @@ def plan_schedule(code: str) -> int:
     definition = build_definition(tiny.config("qwen3", num_hidden_layers=5, tie_word_embeddings=False))
     sch = create_schedule(definition, ParallelDims(tensor_model_parallel_size=2), roles_of(definition))
     apply_schedule(sch, namespace["schedule"])
-    replace_modules(sch, definition)
+    replaced = replace_modules(sch, definition)
     adapt_modules(sch, definition)
-    make_plan(sch, model=definition, causal_lm=True, trials=Trials)
+    make_plan(sch, model=definition, causal_lm=True, trials=Trials, replaced=replaced)
     return len(sch.records)
 
 

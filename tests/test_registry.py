@@ -225,6 +225,8 @@ def test_what_a_third_party_does_not_say_is_safe():
         "phase": "lowered",
         "replaces_modules": False,
         "survives_replacement": False,
+        "of_weights": False,
+        "of_definition": False,
         "keeps_product": False,
         "on_megatron_module": True,
         "inside_megatron_module": False,

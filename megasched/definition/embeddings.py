@@ -1,4 +1,7 @@
-"""Finds embeddings whose table can be sharded: torch's, and subclasses' instances that only look up rows."""
+"""Finds a model's embedding and head, and embeddings whose table can be sharded.
+
+These are torch's, and subclasses' instances that only look up rows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,37 @@ from megasched.definition.undisturbed import undisturbed
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+def embedding_of(model: Any) -> nn.Module | None:
+    """Returns the embedding of tokens of an HF model; None where it finds none with a table of its own.
+
+    HF looks for it by the names of attributes, which a replacement of its base model may lack.
+    """
+    try:
+        return _with_weight(model.get_input_embeddings())
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """Returns the head over the vocabulary of an HF model; None where it finds none, as for ``embedding_of``."""
+    try:
+        return _with_weight(model.get_output_embeddings())
+    except AttributeError:
+        return None
+
+
+def _with_weight(module: nn.Module | None) -> nn.Module | None:
+    """Returns a module that has a matrix ``weight``, or the only one inside: a replacement may be around it."""
+    if module is None or hasattr(module, "weight"):
+        return module
+    inside = [one for one in module.modules() if getattr(one._parameters.get("weight"), "ndim", 0) == 2]
+    return inside[0] if len(inside) == 1 else None
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)
 
 
 def looks_up(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from megasched.analysis.recording.meta_call import (
     meta_copy,
     run_on_meta,
 )
+from megasched.analysis.trials.replacements import ReplacementTrial
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits, may_be_replaced
@@ -116,6 +117,11 @@ def _fingerprint(module: nn.Module) -> Any:
 def _form(value: Any) -> Any:
     leaves, spec = torch.utils._pytree.tree_flatten(value)
     return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+
+
+def replacement_trial(model: nn.Module) -> ReplacementTrial:
+    """Returns the trial of the replacements that a schedule of this model asks for."""
+    return ReplacementTrial(model)
 
 
 def trial_of(node: Any) -> DefinitionGraphs:

@@ -1,6 +1,7 @@
 """Primitives on static graphs: ``trace``, ``trace_until``, ``find``, ``fuse`` and ``decompose``.
 
-They are registered as third parties' are: the entry point group ``megasched.primitives`` names this module.
+They are registered as third parties' are: the entry point group ``megasched.primitives`` names this module. With
+them comes what the language asks of the floors above it: the rules of sub-graphs, and the trial of replacements.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megasched.language.registry import (
     register_primitive,
     register_subgraph_rules,
 )
+from megasched.language.replacements import register_replacement_trial
 from megasched.language.subgraph import Subgraph
 
 if TYPE_CHECKING:
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
     from megasched.graph.naming import GraphNode
     from megasched.graph.patterns import Pattern
+    from megasched.language.replacements import ReplacedModel
 
 
 class _MakesGraph(Primitive):
     phase = "graph"
+    of_definition = True
     on_megatron_module = False
     makes_graph = True
     runs_code_again = True
@@ -138,6 +142,7 @@ class Find(Primitive):
     aliases = ("find_subgraph",)
     leaves_record = False
     phase = "graph"
+    of_definition = True
     instead = {"regex_or_pattern_fn": "here it is called what", "pattern_fn": "here it is called what"}  # noqa: RUF012
 
     def record(
@@ -174,6 +179,7 @@ class FindNode(Primitive):
     name = "find_node"
     leaves_record = False
     phase = "graph"
+    of_definition = True
     instead = Find.instead
 
     def record(
@@ -240,6 +246,7 @@ class Fuse(Primitive):
 
     name = "fuse"
     phase = "graph"
+    of_definition = True
     takes_subgraph = True
     inlines_subgraph = True
 
@@ -275,6 +282,7 @@ class Decompose(Primitive):
 
     name = "decompose"
     phase = "graph"
+    of_definition = True
 
     def record(self, node: Node) -> Mapping[str, Any]:
         from megasched.graph.definition_graphs import trial_of
@@ -364,4 +372,11 @@ def _check_edit(primitive: Primitive, node: Node, arguments: Mapping[str, Any], 
     return check_edit(primitive, node, arguments, source)
 
 
+def _replacement_trial(model: nn.Module) -> ReplacedModel:
+    from megasched.graph.definition_graphs import replacement_trial
+
+    return replacement_trial(model)
+
+
 register_subgraph_rules(SubgraphRules(_record_subgraph, _check_edit))
+register_replacement_trial(_replacement_trial)

@@ -152,3 +152,20 @@ class ParallelDims:
 
 
 Layout = ParallelDims  # its first name, by which scripts that are already written know it
+
+
+def current_layout() -> ParallelDims:
+    """Returns the layout of Megatron's process groups in this process; one rank if they are not initialised."""
+    import sys
+
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return ParallelDims()
+    return ParallelDims(
+        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=state.get_virtual_pipeline_model_parallel_world_size(),
+        context_parallel_size=state.get_context_parallel_world_size(),
+        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
+        data_parallel_size=state.get_data_parallel_world_size(),
+    )

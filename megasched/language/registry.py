@@ -60,6 +60,8 @@ class Node(Protocol):
     def child(self) -> Mapping[str, Node]: ...
     def named_schedules(self, prefix: str = "") -> Iterable[tuple[str, Node]]: ...
     def get_module(self, name: str) -> Any: ...
+    def __contains__(self, path: str) -> bool: ...
+    def __getitem__(self, key: str) -> Node: ...
 
 
 class Primitive:
@@ -76,7 +78,9 @@ class Primitive:
             placement and computation, ``graph`` works on traced modules, and ``lowered`` calls the primitive's own
             function (``register_lowering``) on the lowered module.
         replaces_modules: other modules replace the definition's.
-        survives_replacement: the record is also valid on a replaced module; others are refused there.
+        survives_replacement: the record is also valid on a module that replacements take away; others are refused.
+        of_weights: a call is about the module's own parameters, and holds where a replacement puts them.
+        of_definition: a call can't be made on a module that a replacement brings in.
         keeps_product: a column linear still computes the matrix product of the definition, so that one product may
             compute it together with others.
         on_megatron_module: a call on a module is carried out on Megatron's own module that replaces it.
@@ -99,6 +103,8 @@ class Primitive:
     phase: ClassVar[Phase] = "lowered"
     replaces_modules: ClassVar[bool] = False
     survives_replacement: ClassVar[bool] = False
+    of_weights: ClassVar[bool] = False
+    of_definition: ClassVar[bool] = False
     keeps_product: ClassVar[bool] = False
     on_megatron_module: ClassVar[bool] = True
     inside_megatron_module: ClassVar[bool] = False

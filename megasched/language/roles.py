@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megasched.errors import Declined
@@ -64,6 +64,27 @@ class Roles:
     attention: AttentionSpec | Declined = field(default=Declined("nothing is known of its attention"))
     moe: MoeSpec | Declined = field(default=Declined("nothing is known of its mixtures of experts"))
     mlps: Mapping[str, MlpSpec | Declined] = field(default_factory=dict)
+
+    def moved(self, home: Callable[[str], str]) -> Roles:
+        """Returns the same facts of modules that stand elsewhere now.
+
+        Args:
+            home: maps a path in the definition to where the module stands now.
+        """
+
+        def by_home[Fact](facts: Mapping[str, Fact]) -> dict[str, Fact]:
+            return {home(path): fact for path, fact in facts.items()}
+
+        return replace(
+            self,
+            role=by_home(self.role),
+            heads=by_home(self.heads),
+            components=by_home(self.components),
+            local_attributes=by_home(self.local_attributes),
+            origin=by_home(self.origin),
+            declined=by_home(self.declined),
+            mlps=by_home(self.mlps),
+        )
 
     def __post_init__(self) -> None:
         for path, role in self.role.items():

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.parallel_dims import ParallelDims
+from megasched.language.module_paths import ModulePaths
+from megasched.language.parallel_dims import ParallelDims, current_layout
 from megasched.language.records import Record, caller_source
 from megasched.language.registry import Primitive, check_arguments, get_primitive, has_primitive
+from megasched.language.replacements import ReplacedModel, Replacements
 from megasched.language.roles import Roles
 
 if TYPE_CHECKING:
@@ -34,16 +36,20 @@ class Root:
     layout: ParallelDims
     roles: Roles = field(default_factory=Roles)
     records: list[Record] = field(default_factory=list)
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    first_path: dict[int, str] = field(default_factory=dict)
     renamed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     built: bool = False
+    replacements: Replacements = field(default_factory=Replacements)
 
     def __post_init__(self) -> None:
-        for path, module in self.model.named_modules(remove_duplicate=False):
-            self.modules[path] = module
-            self.first_path.setdefault(id(module), path)
+        self.modules = ModulePaths(self.model, self.trial)
+
+    def trial(self) -> ReplacedModel | None:
+        """Returns the trial of the replacements that are asked for up to now; None without any.
+
+        Once they are made, the model is no definition to try them on.
+        """
+        return self.replacements.last if self.built else self.replacements.trial(self.records, Schedule(self, ""))
 
 
 class Schedule(PrimitiveCalls):
@@ -51,16 +57,18 @@ class Schedule(PrimitiveCalls):
 
     Attributes:
         path: path of the module in the definition; the first one if it has several.
-        mod: the module of the definition (not yet lowered).
+        mod: the module of the definition (not yet lowered); of one that a replacement brings in, what a trial on
+            meta has made.
         parent: schedule of the module around it; None at the root.
 
     A schedule is truthy even if its module has no children; ``if "x" in sch`` tells whether there is a child
     ``x``.
     """
 
-    def __init__(self, root: Root, path: str) -> None:
+    def __init__(self, root: Root, path: str, module: nn.Module | None = None) -> None:
         self._root = root
-        self._path = root.first_path[id(root.modules[path])]
+        self._path = root.modules.first(path) if module is None else path
+        self._module = module
 
     @property
     def path(self) -> str:
@@ -68,7 +76,9 @@ class Schedule(PrimitiveCalls):
 
     @property
     def mod(self) -> nn.Module:
-        return self._root.modules[self.path]
+        found = self._root.modules.find(self.path) if self._module is None else self._module
+        assert found is not None
+        return found
 
     @property
     def parent(self) -> Schedule | None:
@@ -135,7 +145,7 @@ class Schedule(PrimitiveCalls):
         """Returns every module of the definition below this one, by its relative name; the first one if shared."""
         found: dict[str, Schedule] = {}
         seen: set[str] = set()
-        for name in self._names_below():
+        for name in self._root.modules.names_below(self.path):
             node = self._child(name)
             if node.path not in seen:
                 seen.add(node.path)
@@ -183,7 +193,7 @@ class Schedule(PrimitiveCalls):
         return True
 
     def __contains__(self, path: str) -> bool:
-        return self._join(path) in self._root.modules
+        return self._root.modules.find(self._join(path)) is not None
 
     @overload
     def __getitem__(self, key: slice) -> ScheduleList: ...
@@ -201,7 +211,7 @@ class Schedule(PrimitiveCalls):
             return children[key]
         if any(sign in key for sign in "*?["):
             return self._glob(key)
-        if self._join(key) not in self._root.modules:
+        if self._root.modules.find(self._join(key)) is None:
             self._refuse(f"no module {key!r} in {self.path or 'the model'}", self._suggest(key))
         return self._child(key)
 
@@ -210,6 +220,9 @@ class Schedule(PrimitiveCalls):
         primitive = get_primitive(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if primitive.of_definition and self.path not in self._root.modules.of_definition:
+                what = f"{name}: a replacement brings this module in, and {name} is of modules of the definition"
+                self._refuse(what, "leave the call out, or call it on a module that stays")
             check_arguments(primitive, self, args, kwargs)
             kept = primitive.record(self, *args, **kwargs)
             if not primitive.leaves_record:
@@ -236,31 +249,36 @@ class Schedule(PrimitiveCalls):
     def _child(self, path: str) -> Schedule:
         return Schedule(self._root, self._join(path))
 
-    def _names_below(self) -> list[str]:
-        """Returns every name of every module below this one, relative to it; all names of shared modules."""
-        prefix = self.path + "." if self.path else ""
-        return [p[len(prefix) :] for p in self._root.modules if p and p.startswith(prefix)]
-
     def _glob(self, pattern: str) -> ScheduleList:
-        """Returns the modules that match a glob.
+        """Returns the modules that match a glob, as they are after the replacements up to now.
 
         ``*`` stands for one name of the path, as in HF's plans, ``**`` for any number of them, zero included.
         """
         parts = pattern.split(".")
-        nodes = [self._child(name) for name in self._names_below() if matches_glob(parts, name.split("."))]
+
+        def matching(*, now: bool) -> list[Schedule]:
+            names = self._root.modules.names_below(self.path, now=now)
+            return [self._child(name) for name in names if matches_glob(parts, name.split("."))]
+
+        nodes = matching(now=True) or matching(now=False)
         if not nodes:
             self._refuse(f"no module matches {pattern!r} in {self.path or 'the model'}", self._suggest(pattern))
         return ScheduleList(list({node.path: node for node in nodes}.values()))
 
     def _suggest(self, key: str) -> str:
-        names = self._names_below()
+        names = self._root.modules.names_below(self.path, now=True)
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
-        children = [name for name, _ in self.mod.named_children()]
-        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-        return f"{hint}its children are: {', '.join(children) or 'none'}"
+        hint = self._root.modules.why_unknown(self._join(key))
+        hint += f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        return f"{hint}its children are: {', '.join(name for name in names if '.' not in name) or 'none'}"
 
     def _refuse(self, what: str, remedy: str) -> None:
         raise ScheduleError(Problem(what, module=self.path, source=caller_source(), remedy=remedy))
+
+
+def schedule_of(schedule: Schedule, path: str, module: nn.Module) -> Schedule:
+    """Returns the schedule of a module that stands at a path after the replacements of a run."""
+    return Schedule(schedule._root, path, module)
 
 
 def matches_glob(pattern: Sequence[str], names: Sequence[str]) -> bool:
@@ -345,27 +363,10 @@ def create_schedule(model: nn.Module, layout: ParallelDims | None = None, roles:
     return Schedule(Root(model, layout, roles or Roles()), "")
 
 
-def current_layout() -> ParallelDims:
-    """Returns the layout of Megatron's process groups in this process; one rank if they are not initialised."""
-    import sys
-
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return ParallelDims()
-    return ParallelDims(
-        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=state.get_virtual_pipeline_model_parallel_world_size(),
-        context_parallel_size=state.get_context_parallel_world_size(),
-        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
-        data_parallel_size=state.get_data_parallel_world_size(),
-    )
-
-
 def replay(records: Sequence[Record], schedule: Schedule) -> None:
     """Repeats the calls on another schedule, of the same model or of one with the same paths."""
     for record in records:
-        node = schedule.root[record.path] if record.path else schedule.root
+        node = schedule.root[record.path]
         primitive = get_primitive(record.primitive)
         kept = primitive.record(node, **record.arguments)
         schedule.records.extend(_records(primitive, node.path, kept, record.source))

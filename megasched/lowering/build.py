@@ -20,9 +20,9 @@ from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
-from megasched.language.parallel_dims import ParallelDims
+from megasched.language.parallel_dims import ParallelDims, current_layout
 from megasched.language.roles import Roles
-from megasched.language.schedule import Schedule, current_layout
+from megasched.language.schedule import Schedule
 from megasched.language.schedule_file import apply_schedule as call_schedule
 from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
@@ -252,11 +252,11 @@ def plan_model(
     with one_sequence_rows(schedule.layout), ExitStack() as undo:
         if inputs is not None:
             undo.callback(enable(model, inputs))
-        prepare(schedule, model, inputs=inputs, undo=undo)
+        names = prepare(schedule, model, inputs=inputs, undo=undo).replaced
         structure = find_layer_stack(model) if staged else _layers_asked_for(schedule)
         if structure is not None and not given:
             inputs = structure.trial_inputs()
-        plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs)
+        plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs, replaced=names)
         if schedule.layout.cp > 1:
             refuse_uneven_gradients(model, plan.structure)
         undo.pop_all()

@@ -8,9 +8,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.parallel_dims import Group, ParallelDims
+from megasched.language.parallel_dims import Group, ParallelDims, current_layout
 from megasched.language.records import caller_source
-from megasched.language.schedule import Schedule, current_layout
+from megasched.language.schedule import Schedule
 from megasched.layers.context_parallel import CpGroup
 
 

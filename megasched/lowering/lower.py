@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.tp.facts import Region
+from megasched.analysis.trials.replacements import Registered
 from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
@@ -55,7 +56,6 @@ from megasched.lowering.graphs import trace_modules, traced_modules, traced_path
 from megasched.lowering.local_counts import divide_local_attributes
 from megasched.lowering.partial_gradients import sum_partial_gradients
 from megasched.lowering.records import carried_annotations
-from megasched.lowering.replace import parents_of
 from megasched.plan.communication import shared_regions
 from megasched.plan.fused_columns import fused_paths
 from megasched.plan.plan import Plan
@@ -66,10 +66,10 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
     plan = context.plan
     regions = shared_regions(plan) if context.size > 1 else {}
     entered = {column for _, columns in regions.values() for column in columns}
-    places = parents_of(model)
+    places = Registered(model)
     made: dict[nn.Module, nn.Module] = {}
     if plan.by_megatron:
-        _lower_blocks(schedule, model, context, here)
+        _lower_blocks(model, context, here)
 
     def alone(path: str) -> bool:
         return here(path) and not plan.in_block(path)
@@ -103,7 +103,7 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
         for path in {argument.path for argument in plan.tp_facts.parts}:
             if alone(path):
                 slice_args(model.get_submodule(path), slices_of(plan, path), context.group)
-    divide_local_attributes(schedule.roles, model, context, outside_attention)
+    divide_local_attributes(plan.roles, model, context, outside_attention)
     _settle_attention(model, context, outside_attention)
     for path in plan.tp_facts.forked:
         if alone(path):
@@ -145,12 +145,10 @@ def lower_sequence_boundaries(
         join_returned(around, split, structure.slot, context.group)
 
 
-def _lower_blocks(
-    schedule: Schedule, model: nn.Module, context: BuildContext, here: Callable[[str], bool]
-) -> None:
+def _lower_blocks(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
     """Puts Megatron's layers, attention, mixtures and MLPs, with their values, in place of the definition's."""
 
-    roles = schedule.roles
+    roles = context.plan.roles
 
     def put(path: str, make: Callable[[nn.Module], nn.Module]) -> None:
         old = model.get_submodule(path)

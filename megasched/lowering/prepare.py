@@ -22,6 +22,7 @@ from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.registry import records_where
+from megasched.language.replacements import ReplacedNames
 from megasched.language.roles import Roles
 from megasched.language.schedule import Schedule, create_schedule
 from megasched.language.schedule_file import ScheduleFunction, apply_schedule, find_schedule
@@ -144,13 +145,13 @@ class Prepared:
 
     Attributes:
         model: the definition with its replacements and adapters.
-        renamed: parameter of a replaced module -> parameter of the definition it stands for.
+        replaced: what the replacements have made of the names.
         structure: the model's layer stack, where that can be found; None for the library's model, in which it is
             not looked for.
     """
 
     model: Any
-    renamed: Mapping[str, str]
+    replaced: ReplacedNames
     structure: LayerStack | None = None
 
 
@@ -177,8 +178,8 @@ def prepare(
     edited = bool(records_where(schedule.records, lambda primitive: primitive.phase == "edit"))
     if undo is None and edited:
         model = copy_module(model)
-    renamed = replace_modules(schedule, model, inputs=inputs, undo=undo)
+    replaced = replace_modules(schedule, model, inputs=inputs, undo=undo)
     adapt_modules(schedule, model, undo)
     if undo is None and edited:
         structure = layer_stack_of(model)  # of what runs now
-    return Prepared(model, renamed, structure)
+    return Prepared(model, replaced, structure)

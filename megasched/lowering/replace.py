@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
+from megasched.analysis.trials.replacements import Registered
 from megasched.definition.module_copy import transfer_hooks
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
-from megasched.language.registry import get_primitive, records_where
+from megasched.language.replacements import ReplacedNames, call_factory, replacements
 from megasched.language.schedule import Schedule
-from megasched.language.signatures import takes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -28,7 +28,7 @@ def replace_modules(
     *,
     inputs: Mapping[str, Any] | None = None,
     undo: ExitStack | None = None,
-) -> dict[str, str]:
+) -> ReplacedNames:
     """Makes the replacements that the records ask for, in the model.
 
     Args:
@@ -37,37 +37,66 @@ def replace_modules(
         inputs: example arguments of its forward; token ids for an HF model that generates text.
         undo: receives the callbacks that take the replacements back.
 
-    Returns:
-        Full name of each parameter of a new module -> name of the definition's parameter it stands for.
-
     Raises:
         ScheduleError: every replacement that can't be made, and why; the model is unchanged then.
     """
     schedule.renamed.clear()
-    asked = list(_replacements(schedule))
+    asked = list(replacements(schedule.records, schedule.root))
     if not asked:
-        return {}
+        return ReplacedNames()
+    before, tensors = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
     calls = _calls(model, {path for _, path in asked}, inputs)
     problems: list[Problem] = []
     made: dict[str, Record] = {}
+    places = Registered(model)
     with ExitStack() as steps:
         for record, path in asked:
-            problems += _replace_one(schedule, model, record, path, calls.get(path, []), made, steps)
+            problems += _replace_one(schedule, model, places, record, path, calls.get(path, []), made, steps)
             made.setdefault(path, record)
         if problems:
             raise ScheduleError(problems)
         kept = steps.pop_all()
     if undo is not None:
         undo.push(kept)
-    return {new: sources[0] for new, sources in schedule.renamed.items() if len(sources) == 1}
+    return _names_now(before, tensors, model)
 
 
-def _replacements(schedule: Schedule) -> Iterator[tuple[Record, str]]:
-    for record in records_where(schedule.records, lambda primitive: primitive.replaces_modules):
-        if "subgraph" not in record.arguments:
-            node = schedule.root[record.path] if record.path else schedule.root
-            primitive = get_primitive(record.primitive)
-            yield from ((record, path) for path in primitive.paths(node, record.arguments))
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers by all of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
+
+
+def _names_now(
+    modules: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor], model: nn.Module
+) -> ReplacedNames:
+    """Returns what has become of the names, by what they named.
+
+    Args:
+        modules, tensors: of the definition, by all of their names.
+        model: the model after replacements.
+    """
+    now, tensors_now = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for name, held in (*now.items(), *tensors_now.items()):
+        names_of[id(held)].append(name)
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    renamed = {n: first[id(t)] for n, t in tensors_now.items() if id(t) in first and tensors.get(n) is not t}
+    moved = {p: names_of[id(m)][0] for p, m in modules.items() if now.get(p) is not m and id(m) in names_of}
+    old, heirs = {id(module) for module in modules.values()}, dict[str, str]()
+    for path, module in modules.items():
+        if path in now or path in moved:
+            continue
+        homes = [
+            {home for home, _, leaf in (full.rpartition(".") for full in names_of[id(held)]) if leaf == name}
+            for name, held in module.named_parameters(recurse=False)
+        ]
+        new = {home for home in set.intersection(*homes) if id(now[home]) not in old} if homes else set()
+        if len(new) == 1:
+            heirs[path] = new.pop()
+    return ReplacedNames(renamed, moved, heirs)
 
 
 def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) -> dict[str, list[Call]]:
@@ -90,6 +119,7 @@ def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) 
 def _replace_one(
     schedule: Schedule,
     model: nn.Module,
+    places: Registered,
     record: Record,
     path: str,
     calls: list[Call],
@@ -107,7 +137,7 @@ def _replace_one(
     except AttributeError:
         what = "there is no such module any more: a module around it was replaced before"
         return [Problem(what, path, record.source, "replace the inner module first, or not at all")]
-    new, found = _make(old, model, path, record)
+    new, found = _make(old, model, places, path, record)
     if new is None:
         return found
     found = _wrong_call(old, new, path, record, calls)
@@ -117,30 +147,26 @@ def _replace_one(
     if all(module is not old for module in new.modules()):  # the old one would run its hooks itself
         transfer_hooks(old, new)
     new.train(old.training)
-    for parent, name in parents_of(model)[old]:
-        setattr(parent, name, new)
+    for parent, name in places.replace(old, new):
         undo.callback(setattr, parent, name, old)
     return []
 
 
-def _make(old: nn.Module, model: nn.Module, path: str, record: Record) -> tuple[nn.Module | None, list[Problem]]:
+def _make(
+    old: nn.Module, model: nn.Module, places: Registered, path: str, record: Record
+) -> tuple[nn.Module | None, list[Problem]]:
     """Returns the new module, or None and why there is none."""
-    factory: nn.Module | Callable[..., Any] = record.arguments["factory"]
     try:
-        if isinstance(factory, nn.Module):
-            new: Any = factory
-        elif takes(factory, 1):
-            new = factory(old)
-        else:  # of Slapo's form
-            new = factory(path.removeprefix(record.path).removeprefix("."), old)
+        new = call_factory(record, path, old)
     except Exception as error:
         what = f"the factory raised {type(error).__name__}: {error}"
         return None, [Problem(what, path, record.source)]
     if not isinstance(new, nn.Module):
         return None, [Problem(f"the factory returned {type(new).__name__}, not a module", path, record.source)]
-    stands = [p for p, m in model.named_modules() if m is new and m is not old]
-    if stands:
-        what = f"the same module instance already stands at {stands[0]}"
+    paths = (p for p, m in model.named_modules() if m is new)
+    stands = next(paths, None) if new is not old and places.holds(new) else None
+    if stands is not None:
+        what = f"the same module instance already stands at {stands}"
         remedy = "pass a function that makes a new module each time"
         return None, [Problem(what, path, record.source, remedy)]
     return new, []
@@ -284,7 +310,9 @@ def _left_behind(
     taken = {id(before[name]) for names in used.values() for name in names}
     old_buffers, new_buffers = buffers
     lost = [name for name, held in before.items() if id(held) not in taken and name not in drop]
-    lost += [name for name in old_buffers if name not in new_buffers and name not in drop]
+    held_now = {id(buffer) for buffer in new_buffers.values()}
+    carried = {name for name, held in old_buffers.items() if name in new_buffers or id(held) in held_now}
+    lost += [name for name in old_buffers if name not in carried and name not in drop]
     unknown = [name for name in drop if name not in before and name not in old_buffers]
     problems = []
     if lost:
@@ -306,13 +334,3 @@ def _left_behind(
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     kept = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept}
-
-
-def parents_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Maps each module to every (parent, name) where it is registered; a shared module has several."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                places[child].append((parent, name))
-    return places

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -16,6 +15,7 @@ from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.collector import collector_paused
 from megasched.errors import Problem, ScheduleError
+from megasched.language.replacements import ReplacedNames
 from megasched.language.schedule import Schedule
 from megasched.plan.fp8 import choose_fp8
 from megasched.plan.fused_columns import columns_to_fuse
@@ -29,6 +29,7 @@ from megasched.plan.record_checks import (
     check_expert_parallel,
     check_local_attributes,
     check_records,
+    follow,
     hooked_parameters,
     hooks_on_all_modules,
     whole_logits,
@@ -48,7 +49,7 @@ def make_plan(
     structure: LayerStack | None = None,
     runs: AnalysisCache | None = None,
     trials: MakeTrials | None = None,
-    renamed: Mapping[str, str] = MappingProxyType({}),
+    replaced: ReplacedNames | None = None,
 ) -> Plan:
     """Validates a schedule and derives the whole plan from it; nothing writes to the plan afterwards.
 
@@ -63,25 +64,26 @@ def make_plan(
         runs: cached runs of this model with that structure, from plans of other layouts.
         trials: makes the trials that compare Megatron's modules with the definition's; without it, of Megatron's
             only MLPs are used.
-        renamed: parameter of a replaced module -> its name in the definition, which its placement gets.
+        replaced: what the replacements have made of names: a call on what they have moved holds there, and in the
+            trainer a placement has the name in the definition.
 
     Raises:
         ScheduleError: with every problem found.
     """
     model = schedule.mod if model is None else model
-    roles, runs = schedule.roles, runs or AnalysisCache()
-    plan = Plan(schedule.layout, tuple(schedule.records), canonical=_canonical_names(model), structure=structure)
-
-    problems, shards = check_records(schedule, model)
-    plan, found = apply_shards(schedule, model, plan, shards, vocab_multiple or schedule.layout.tp)
+    replaced, runs = replaced or ReplacedNames(), runs or AnalysisCache()
+    plan = _undecided(schedule, replaced, model, structure)
+    roles = plan.roles
+    problems, shards = check_records(schedule, plan, model)
+    plan, found = apply_shards(model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += found + check_expert_parallel(plan, model)
     problems += refuse_images(shards, plan, model, by_trainer=causal_lm, with_inputs=inputs is not None)
     problems += hooked_parameters(plan, model, by_trainer=causal_lm) + hooks_on_all_modules()
     _refuse(problems)
 
-    plan, problems = follow_cuts(plan, model, inputs, causal_lm=causal_lm, runs=runs, roles=roles)
+    plan, problems = follow_cuts(plan, model, inputs, causal_lm=causal_lm, runs=runs)
     problems += whole_logits(plan, model)
-    problems += with_sources(plan, check_local_attributes(roles, model, plan))
+    problems += with_sources(plan, check_local_attributes(plan, model))
     _refuse(problems)
 
     plan, problems = plan_context(plan, model, runs)
@@ -94,9 +96,28 @@ def make_plan(
     _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model, roles)])
 
     _refuse(check_complete(plan, model))
-    by_name = {plan.canonical[new]: old for new, old in renamed.items()}
-    named = {name: replace(one, name=by_name.get(name, one.name)) for name, one in plan.placements.items()}
+    return _named_as_in_hf(plan) if causal_lm else plan  # a model of the user's own has the names of its modules
+
+
+def _named_as_in_hf(plan: Plan) -> Plan:
+    """Returns the plan with each placement under the name that its parameter has in the definition."""
+    named = {name: replace(one, name=plan.renamed.get(name, one.name)) for name, one in plan.placements.items()}
     return replace(plan, placements=named)
+
+
+def _undecided(
+    schedule: Schedule, replaced: ReplacedNames, model: nn.Module, structure: LayerStack | None
+) -> Plan:
+    """Returns a plan of calls and roles, on the modules that they are about after the replacements."""
+    records, roles = tuple(follow(schedule, replaced, model)), schedule.roles.moved(replaced.home)
+    return Plan(
+        schedule.layout,
+        records,
+        roles,
+        canonical=_canonical_names(model),
+        renamed=replaced.renamed,
+        structure=structure,
+    )
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

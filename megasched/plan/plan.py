@@ -14,7 +14,7 @@ from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.language.registry import Primitive, records_where
-from megasched.language.roles import Cut
+from megasched.language.roles import Cut, Roles
 from megasched.plan.placement import Placement, ReplicatedHeads
 
 
@@ -24,7 +24,8 @@ class Plan:
 
     Attributes:
         layout: how the job is spread.
-        records: the schedule's calls.
+        records: the schedule's calls; those on modules that replacements put inside of others are on these there.
+        roles: facts of an adapter about the model's modules, by the paths where they stand after replacements.
         cuts: module path -> column, row, vocab or features.
         experts: paths of modules of experts (``megasched.definition.experts``) that are shared out over EP.
         replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
@@ -32,6 +33,7 @@ class Plan:
         left_whole: linears and embeddings that the schedule shards and that stay whole -> why.
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
+        renamed: parameter or buffer to which replacements have given another name -> its name in the definition.
         structure: the layer stack; None for a model that is not a causal language model.
         tp_facts: facts that follow from the placements.
         cp_facts: facts of context parallelism; None without.
@@ -49,12 +51,14 @@ class Plan:
 
     layout: ParallelDims
     records: tuple[Record, ...]
+    roles: Roles = field(default_factory=Roles)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     replicated_heads: Mapping[str, ReplicatedHeads] = field(default_factory=dict)
     left_whole: Mapping[str, Declined] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     canonical: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     structure: LayerStack | None = None
     tp_facts: TpFacts = field(default_factory=TpFacts)
     cp_facts: CpFacts | None = None

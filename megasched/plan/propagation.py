@@ -23,7 +23,6 @@ from megasched.analysis.trials.choices import counterparts
 from megasched.analysis.trials.reach import find_reach
 from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
-from megasched.language.roles import Roles
 from megasched.plan.communication import check_syncs
 from megasched.plan.images.channels import (
     channels_left_whole,
@@ -46,7 +45,6 @@ def follow_cuts(
     *,
     causal_lm: bool,
     runs: AnalysisCache,
-    roles: Roles,
 ) -> tuple[Plan, list[Problem]]:
     """Returns the plan with its layers and all that follows from the cuts, and the problems found.
 
@@ -68,7 +66,7 @@ def follow_cuts(
             return plan, problems + check_syncs(plan, lambda path: None)
         spread = plan.cuts or plan.layout.sp or plan.layout.cp > 1
         if inputs is not None and (spread or plan.records_where(lambda primitive: primitive.replaces_modules)):
-            plan, problems = _propagate(model, plan, inputs, causal_lm, runs, roles)
+            plan, problems = _propagate(model, plan, inputs, causal_lm, runs)
             plan, uneven = _lay_out_gathered(plan)
             problems += uneven
             like, unknown = _like_those_met(plan, model, inputs)
@@ -97,7 +95,7 @@ def _dims_of(
 
 
 def _propagate(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: AnalysisCache, roles: Roles
+    model: nn.Module, plan: Plan, inputs: Mapping[str, Any], causal_lm: bool, runs: AnalysisCache
 ) -> tuple[Plan, list[Problem]]:
     """Returns the plan with the facts of its cuts, and problems of what can't be cut by channels.
 
@@ -140,7 +138,7 @@ def _propagate(
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
-        unproven = _unproven_sizes(plan, runs, assume, roles) - plan.tp_facts.gather.keys()
+        unproven = _unproven_sizes(plan, runs, assume) - plan.tp_facts.gather.keys()
         if not unproven:
             sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))
             if not sizes_read:
@@ -175,7 +173,7 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
     return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
 
 
-def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, roles: Roles) -> set[str]:
+def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions) -> set[str]:
     """Returns the cut columns after which code may depend on a size that differs on a rank."""
     settled = plan.tp_facts.gather.keys() | plan.tp_facts.scatter
     cuts = {path: cut for path, cut in plan.cuts.items() if path not in settled}
@@ -183,7 +181,7 @@ def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions, role
         cuts = {path: cut for path, cut in cuts.items() if cut == "column" and _is_padded(plan, path)}
     rank = Rank(max(2, plan.layout.tp), cuts, assume.components, assume.heads)
     sharded = sharded_attention(plan)
-    counts = {path: names for path, names in roles.local_attributes.items() if sharded(path)}
+    counts = {path: names for path, names in plan.roles.local_attributes.items() if sharded(path)}
     return runs.unproven_sizes(plan.tp_facts, rank, plan.cuts, counts)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,23 +11,62 @@ from torch import nn
 
 from megasched.analysis.recording.stock import is_theirs
 from megasched.analysis.tp.replay import local_count
+from megasched.definition.embeddings import head_of, path_of
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, indivisible
 from megasched.language.records import Record
 from megasched.language.registry import check_call, get_primitive, has_lowering
-from megasched.language.roles import Roles
-from megasched.language.schedule import Schedule
+from megasched.language.replacements import ReplacedNames, replacements
+from megasched.language.schedule import Schedule, schedule_of
 from megasched.plan.plan import Plan
 
 
-def check_records(schedule: Schedule, model: nn.Module) -> tuple[list[Problem], list[Record]]:
-    """Returns the problems of each record by itself, and the ``shard`` records that have none."""
+def follow(schedule: Schedule, replaced: ReplacedNames, model: nn.Module) -> Iterator[Record]:
+    """Yields the records, each on the module that it is about after the replacements.
+
+    A call on weights goes where they are, unless it is about the module that took the place. Any other call stays
+    where a module stands, or goes to where its own stands inside of another.
+
+    Args:
+        model: the model after replacements.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    new_at: set[str] = set()
+    for record in schedule.records:
+        new_at.update(path for _, path in replacements([record], schedule.root))
+        primitive, standing = get_primitive(record.primitive), modules.get(record.path)
+        home = replaced.moved.get(record.path, record.path)
+        if primitive.of_weights:
+            of_new = standing is not None and _is_about(record, standing, after=record.path in new_at)
+            home = record.path if of_new else replaced.home(record.path)
+        elif standing is not None or primitive.phase not in ("plan", "lowered") or primitive.survives_replacement:
+            home = record.path
+        yield record if home == record.path else replace(record, path=home)
+
+
+def _is_about(record: Record, module: nn.Module, *, after: bool) -> bool:
+    """Returns whether a call on weights is about this module, and not about one inside that it has replaced.
+
+    Args:
+        after: whether the call came after the replacement.
+    """
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return record.arguments["param"] in own if "param" in record.arguments else after or bool(own)
+
+
+def check_records(schedule: Schedule, plan: Plan, model: nn.Module) -> tuple[list[Problem], list[Record]]:
+    """Returns the problems of each record by itself, and the ``shard`` records that have none.
+
+    Args:
+        plan: has the records.
+        model: the model after replacements, on whose modules they are checked.
+    """
     problems: list[Problem] = []
     sound: dict[tuple[str, str], Record] = {}
-    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    for record in schedule.records:
-        found = _check_record(schedule, record, paths)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for record in plan.records:
+        found = _check_record(schedule, record, modules)
         if record.primitive == "shard" and not found:
             key = (record.path, record.arguments["param"])
             first = sound.setdefault(key, record)
@@ -38,16 +78,28 @@ def check_records(schedule: Schedule, model: nn.Module) -> tuple[list[Problem], 
     return problems, list(sound.values())
 
 
-def _check_record(schedule: Schedule, record: Record, paths: Container[str]) -> list[Problem]:
+def _check_record(schedule: Schedule, record: Record, modules: Mapping[str, nn.Module]) -> list[Problem]:
     primitive = get_primitive(record.primitive)
     if not has_lowering(primitive):
         remedy = f'register one with @megasched.register_lowering("{record.primitive}")'
         return [Problem(f"primitive {record.primitive!r} has no lowering", record.path, record.source, remedy)]
-    if record.path not in paths and not primitive.survives_replacement:
+    standing = modules.get(record.path)
+    if standing is None and not primitive.survives_replacement:
         what = f"{record.primitive}: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "call it on a module that stays")]
-    node = schedule.root[record.path] if record.path else schedule.root
-    return check_call(node, record)
+    if standing is None or primitive.phase in ("edit", "graph"):  # which are about the definition's modules
+        if record.path not in schedule.root:
+            return []
+        node = schedule.root[record.path]
+        if primitive.makes_graph and type(standing) is not type(node.mod):
+            what = f"{record.primitive}: its graph is of the definition's {type(node.mod).__name__}, which "
+            what += f"{type(standing).__name__} replaces"
+            return [Problem(what, record.path, record.source, "leave one of the two calls out")]
+        return check_call(node, record)
+    problems = check_call(schedule_of(schedule, record.path, standing), record)
+    if problems and primitive.survives_replacement and record.path in schedule.root:
+        return check_call(schedule.root[record.path], record)
+    return problems
 
 
 def check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:
@@ -132,7 +184,7 @@ def check_sliced_args(plan: Plan) -> list[Problem]:
     return problems
 
 
-def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[Problem]:
+def check_local_attributes(plan: Plan, model: nn.Module) -> list[Problem]:
     """Returns a problem for each attribute that the adapter names and that can't be divided by TP.
 
     A module that a replacement put in another's place may count in its own way and lack them.
@@ -141,7 +193,7 @@ def check_local_attributes(roles: Roles, model: nn.Module, plan: Plan) -> list[P
     modules = dict(model.named_modules())
     replaced = [record.path for record in plan.records_where(lambda primitive: primitive.replaces_modules)]
     sharded = sharded_attention(plan)
-    for path, names in roles.local_attributes.items():
+    for path, names in plan.roles.local_attributes.items():
         if not sharded(path) or path not in modules:
             continue
         for name in names:
@@ -191,19 +243,19 @@ def whole_logits(plan: Plan, model: Any) -> list[Problem]:
     """Returns a problem where ``parallel_output`` asks for logits that can't stay cut over the vocabulary."""
     if not plan.layout.parallel_output or plan.layout.tp == 1 or plan.structure is None:
         return []
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    path = next((path for path, module in model.named_modules() if module is head), "")
+    head = head_of(model) if hasattr(model, "get_output_embeddings") else None
+    path = "" if head is None else path_of(model, head)
     if head is None or not plan.structure.calls_loss or objective_of(model) is not CAUSAL_LM:
         why = "it is no causal language model whose loss is transformers' loss_function"
     elif plan.structure.loss.another:
         why = plan.structure.loss.another
+    elif plan.tp_facts.logits:
+        return []
     elif plan.cuts.get(path) != "column":
         declined = plan.left_whole.get(path)
         why = "the schedule does not cut the head by its rows (axis 0)" if declined is None else declined.reason
-    elif path in plan.tp_facts.gather:
-        why = plan.tp_facts.gather[path]
     else:
-        return []
+        why = plan.tp_facts.gather.get(path, "how its output is cut could not be followed")
     return [
         Problem(f"parallel_output: logits can't stay cut: {why}", path, remedy="build it without parallel_output")
     ]

@@ -20,8 +20,7 @@ from megasched.errors import Declined, Problem, indivisible
 from megasched.language.lora import A, B
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
-from megasched.language.roles import Cut
-from megasched.language.schedule import Schedule
+from megasched.language.roles import Cut, Roles
 from megasched.plan.images.channels import cut_asked, placements_of
 from megasched.plan.placement import Placement, ReplicatedHeads
 from megasched.plan.plan import Plan
@@ -32,6 +31,7 @@ class _Decided:
     """Collects what the records up to now have decided."""
 
     layout: ParallelDims
+    roles: Roles
     canonical: Mapping[str, str]
     placements: dict[str, Placement]
     weights: Mapping[str, Record]
@@ -44,17 +44,17 @@ class _Decided:
 
 
 def apply_shards(
-    schedule: Schedule, model: nn.Module, plan: Plan, shards: Sequence[Record], vocab_multiple: int
+    model: nn.Module, plan: Plan, shards: Sequence[Record], vocab_multiple: int
 ) -> tuple[Plan, list[Problem]]:
     """Returns the plan with the placements and cuts that these records ask for, and the problems."""
     problems: list[Problem] = []
     weights = {r.path: r for r in reversed(plan.records_of("shard")) if r.arguments["param"] == "weight"}
     whole = {name: Placement(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
-    made = _Decided(plan.layout, plan.canonical, whole, weights)
+    made = _Decided(plan.layout, plan.roles, plan.canonical, whole, weights)
     pairs = [(record, model.get_submodule(record.path)) for record in shards]
     # Embeddings first: a head that is tied to one is padded as it is.
     for record, module in sorted(pairs, key=lambda pair: not isinstance(pair[1], nn.Embedding)):
-        problems += _apply_one(schedule, module, made, record, vocab_multiple)
+        problems += _apply_one(module, made, record, vocab_multiple)
         _cut_adapter(module, made, record.path)
     plan = replace(
         plan,
@@ -93,9 +93,7 @@ def leave_whole(plan: Plan, reasons: Mapping[str, str]) -> Plan:
     )
 
 
-def _apply_one(
-    schedule: Schedule, module: nn.Module, made: _Decided, record: Record, vocab_multiple: int
-) -> list[Problem]:
+def _apply_one(module: nn.Module, made: _Decided, record: Record, vocab_multiple: int) -> list[Problem]:
     path, tp = record.path, made.layout.tp
     param, axis = record.arguments["param"], record.arguments["axis"]
     if is_convolution(module) or is_batch_norm(module):
@@ -112,14 +110,14 @@ def _apply_one(
     if stated and cut != "column":
         what = f"components are given for the {'inputs of a linear' if cut == 'row' else 'rows of an embedding'}"
         return [Problem(what, path, record.source, "only the outputs of a linear are cut component by component")]
-    components = (stated or schedule.roles.components.get(path, ())) if cut == "column" else ()
-    heads = find_replicated_heads(schedule, path, components)
+    components = (stated or made.roles.components.get(path, ())) if cut == "column" else ()
+    heads = _replicated_heads(made.layout.tp, made.roles, path, components)
     if isinstance(heads, Problem):
         return [replace(heads, module=path, source=record.source)]
     if heads is not None:
         made.replicated_heads[path] = heads
     tied = made.placements[made.canonical[f"{path}.{param}" if path else param]]
-    head = schedule.role_of(path) == "head" or tied.padded is not None
+    head = made.roles.role.get(path) == "head" or tied.padded is not None
     problems = []
     for name, parameter in module.named_parameters(recurse=False):
         try:
@@ -286,11 +284,11 @@ def _one_sided_ties(model: nn.Module, plan: Plan) -> list[Problem]:
     return problems
 
 
-def find_replicated_heads(
-    schedule: Schedule, path: str, components: tuple[int, ...]
+def _replicated_heads(
+    tp: int, roles: Roles, path: str, components: tuple[int, ...]
 ) -> ReplicatedHeads | Problem | None:
     """Returns how the KV heads of a projection are replicated; None where TP divides them; else a problem."""
-    tp, role, heads = schedule.layout.tp, schedule.role_of(path), schedule.roles.heads.get(path)
+    role, heads = roles.role.get(path), roles.heads.get(path)
     if heads is None or heads % tp == 0:
         return None
     # Heads of an inferred column are told where it was seen that they can be replicated.

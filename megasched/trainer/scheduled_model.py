@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from megasched.definition.build import buffers_following_dtype, kept_in_float32
+from megasched.definition.embeddings import embedding_of, head_of, path_of
 from megasched.definition.mask_interface import context_masks, packed_masks
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
@@ -29,7 +30,7 @@ from megasched.trainer.checkpoint.buffers import SavedBuffers, materialize_buffe
 from megasched.trainer.checkpoint.entries import ShardOwner, copy_loaded, sharded_entry
 from megasched.trainer.flags.recompute import apply_recompute_flags
 from megasched.trainer.losses.definition_loss import DefinitionLoss
-from megasched.trainer.losses.loss import VocabParallelLoss, make_loss, path_of
+from megasched.trainer.losses.loss import VocabParallelLoss, make_loss
 from megasched.trainer.packed_batch import as_rows, packed_arguments, unpack_rows
 from megasched.trainer.precision import keeping_precision, with_nan
 from megasched.trainer.stages.shared_parameters import shared_parameters
@@ -89,6 +90,8 @@ class ScheduledModel(MegatronModule):
         self._device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
+        ends = embedding_of(definition), head_of(definition)  # of which a stage has one, or none
+        self._ends = [None if end is None else path_of(definition, end) for end in ends]
         self._context = CpGroup(pg_collection.cp) if plan.layout.cp > 1 else None
         persistent = persistent_buffers(definition)
         kept = kept_in_float32(definition, config.params_dtype, [*plan.placements, *persistent])
@@ -97,10 +100,13 @@ class ScheduledModel(MegatronModule):
         self._float32 = self._float32.union(own for own, name in renamed.items() if name in kept)
         made = {name: parameter.dtype for name, parameter in definition.named_parameters()}
         self._float32 = self._float32.union(n for n in self._assemblies if made.get(n) == torch.float32)
-        here = [name for name in persistent if self._here(name.rpartition(".")[0])]
-        materialize_buffers(definition, source, here, renamed, self._device)
+        moved = plan.renamed
+        names = {**moved, **{own: moved.get(name, name) for own, name in renamed.items()}}
+        here = [moved.get(name, name) for name in persistent if self._here(name.rpartition(".")[0])]
+        materialize_buffers(definition, source, here, names, self._device)
         self.not_loaded: frozenset[str] = frozenset()
-        self._buffers_saved = SavedBuffers(persistent, definition, renamed, plan, stages, stage)
+        shapes = {moved.get(name, name): shape for name, shape in persistent.items()}
+        self._buffers_saved = SavedBuffers(shapes, definition, names, plan, stages, stage)
         self._tie()
         self._share(stages)
 
@@ -147,12 +153,12 @@ class ScheduledModel(MegatronModule):
         See megatron/core/models/common/language_module/language_module.py.
         """
         canonical = self.plan.canonical
-        names = self._end_names()
+        names = [f"{path}.weight" for path in self._ends if path is not None]
         tied = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
         shared = tied and self._trained[canonical[names[0]]]  # of a frozen one there is no gradient to sum
         self.share_embeddings_and_output_weights = shared
-        for weight, here in zip(self._weights(), (self.stage.first, self.stage.last), strict=True):
-            if here and weight is not None:
+        for weight in self._weights():
+            if weight is not None:
                 weight.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights and self.config.pipeline_model_parallel_size > 1:
             weight = self.shared_embedding_or_output_weight() if self.stage.first or self.stage.last else None
@@ -163,7 +169,7 @@ class ScheduledModel(MegatronModule):
     def _share(self, stages: Sequence[Stage]) -> None:
         """Marks parameters that stages share as Megatron marks the tied embedding, so that one copy counts."""
         canonical = self.plan.canonical
-        ends = {canonical[name] for name in self._end_names()}
+        ends = {canonical[f"{path}.weight"] for path in self._ends if path is not None}
         shared = shared_parameters(self.plan, stages)
         tied = ends if self.share_embeddings_and_output_weights else set()
         self._shared = {name: owner for name, owner in shared.items() if name not in tied}
@@ -181,17 +187,11 @@ class ScheduledModel(MegatronModule):
             if self._trained[name]
         }
 
-    def _ends(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """Returns the embedding of tokens and the head over the vocabulary; None for one that does not exist."""
-        first, last = self.definition.get_input_embeddings(), self.definition.get_output_embeddings()
-        return first if hasattr(first, "weight") else None, last
-
-    def _end_names(self) -> list[str]:
-        return [f"{path_of(self.definition, end)}.weight" for end in self._ends() if end is not None]
-
-    def _weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        first, last = self._ends()
-        return None if first is None else first.weight, None if last is None else last.weight
+    def _weights(self) -> list[nn.Parameter | None]:
+        """Returns the weights of the embedding and of the head; None for one that is not of this stage."""
+        here = zip(self._ends, (self.stage.first, self.stage.last), strict=True)
+        paths = [path if is_here else None for path, is_here in here]
+        return [None if path is None else self.definition.get_parameter(f"{path}.weight") for path in paths]
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """Returns the tied weight on this stage, whose gradient Megatron sums over the embedding group."""

@@ -6,7 +6,7 @@ every rank at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.replacements import ReplacedNames
 from megasched.language.schedule import Schedule
 from megasched.layers.megatron.trials import Trials
 from megasched.lowering.prepare import ScheduledDefinition, open_definition, prepare
@@ -50,7 +51,7 @@ class Session:
         definition: pristine, parameters on meta; nobody changes it, except that unreached parameters are frozen.
         schedule: the user's records on it.
         replaced: the definition after replacements; the same object where there are none.
-        renamed: parameter of a replaced module -> parameter of the definition it stands for.
+        names: what the replacements have made of the definition's names.
         vocab_multiple: vocabularies are padded to a multiple of this.
         known: what sessions of other layouts share with this one.
         structure: layer stack of ``replaced``, where that is known.
@@ -65,7 +66,7 @@ class Session:
     definition: PreTrainedModel
     schedule: Schedule
     replaced: Any
-    renamed: Mapping[str, str]
+    names: ReplacedNames
     vocab_multiple: int
     known: ScheduledDefinition
     structure: LayerStack | None = None
@@ -93,7 +94,7 @@ class Session:
             structure=self.structure,
             runs=self.runs,
             trials=Trials,
-            renamed=self.renamed,
+            replaced=self.names,
         )
         refuse_loss(plan)
         _refuse_changed_state(plan)
@@ -325,7 +326,7 @@ def _open(known: ScheduledDefinition, layout: ParallelDims, make_vocab_size_divi
     root = known.apply(layout)
     made = prepare(root, known.definition, structure=known.structure)
     vocab_multiple = make_vocab_size_divisible_by * layout.tp
-    return Session(known.definition, root, made.model, made.renamed, vocab_multiple, known, made.structure)
+    return Session(known.definition, root, made.model, made.replaced, vocab_multiple, known, made.structure)
 
 
 def _refuse_changed_state(plan: Plan) -> None:

@@ -23,7 +23,7 @@ def facts(folder: str) -> dict[str, Any]:
     from megasched.trainer.session import open_session
 
     session = open_session("auto", folder, ParallelDims(tensor_model_parallel_size=2))
-    decisions = decisions_of(session.plan, session.schedule.roles, by_user=False)
+    decisions = decisions_of(session.plan, session.plan.roles, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
     return {
         "class": type(session.definition).__name__,
@@ -41,7 +41,7 @@ def facts(folder: str) -> dict[str, Any]:
 
 def _by_megatron(session: Session) -> list[str]:
     """Returns which parts of a definition modules of Megatron's own can stand for, e.g. ``block``."""
-    roles, structure = session.schedule.roles, session.plan.structure
+    roles, structure = session.plan.roles, session.plan.structure
     if isinstance(roles.layer, LayerSpec):
         return ["block"]
     in_layers = [mlp for path, mlp in roles.mlps.items() if structure and structure.index_of(path) is not None]

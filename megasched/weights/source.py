@@ -174,8 +174,8 @@ def fill_buffers(
     """Fills buffers with the source's values; buffers that it lacks keep the class's values.
 
     Args:
-        names: of persistent buffers, before the definition was lowered.
-        renamed: name in the lowered definition -> name before, if it differs.
+        names: of persistent buffers in HF's definition.
+        renamed: name in the lowered definition -> name in HF's, if it differs.
 
     Raises:
         CheckpointError: the class computed a buffer from weights, which had no values, and the source has none.

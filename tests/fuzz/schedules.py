@@ -166,6 +166,20 @@ def _wrapped(model: nn.Module, draw: random.Random) -> str:
     return f"sch[{_path(model, draw)!r}].replace(Around)"
 
 
+def _brought_in(model: nn.Module, draw: random.Random) -> str:
+    """Wraps a module, and calls something on it, or on one inside of it, where it stands then."""
+    path, module = _module(model, draw)
+    name, inside = draw.choice([*module.named_modules()])
+    inner = f"{path}.inner.{name}".rstrip(".")
+    own = _parameters(inside)
+    calls = [f"sch[{inner!r}].replace(Around)", _call(inner, "checkpoint"), _call(inner, "fork_rng")]
+    if own:
+        param = draw.choice(own)
+        shards = _call(inner, "shard", param, axis=draw.randrange(inside.get_parameter(param).dim()))
+        calls += [shards, shards, _call(inner, "annotate", param, "x", 1)]
+    return f"sch[{path!r}].replace(Around); {draw.choice(calls)}"
+
+
 def _hook(model: nn.Module, draw: random.Random) -> str:
     return f"sch[{_path(model, draw)!r}].hook({draw.choice(MODES)!r}, lambda *call: None)"
 
@@ -179,7 +193,7 @@ def _edited(model: nn.Module, draw: random.Random) -> str:
 
 DRAWS: tuple[Callable[[nn.Module, random.Random], str], ...] = (
     *(_on_any("checkpoint"), _on_any("checkpoint"), _on_any("fork_rng"), _on_any("probe"), _on_any("trace")),
-    *(_level, _block, _annotate, _copied, _wrapped, _hook, _edited, _edited),
+    *(_level, _block, _annotate, _copied, _wrapped, _wrapped, _brought_in, _brought_in, _hook, _edited, _edited),
 )
 
 

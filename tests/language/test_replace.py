@@ -178,7 +178,7 @@ def test_a_replacement_around_another_stands_for_the_parameters_of_the_definitio
     sch["0.mlp"].replace(Around)
     sch["1.mlp.up"].replace(Around)
     sch["1.mlp"].replace(lambda old: Fused(), weights=of_two)
-    renamed = prepare(sch, model, inputs={"input": X}).renamed
+    renamed = prepare(sch, model, inputs={"input": X}).replaced.renamed
     assert renamed == {
         f"0.mlp.inner.{now}.{name}": f"0.mlp.{then}.{name}"
         for now, then in (("up.inner", "up"), ("down", "down"))
@@ -207,7 +207,7 @@ class Custom(nn.Linear):
 
 
 def _with_shards():
-    """Replaced and then sharded: as a whole, one child, a class that can't be sharded by one that can."""
+    """ReplacedNames and then sharded: as a whole, one child, a class that can't be sharded by one that can."""
     init_megatron(tp=2)
     x = {"x": X}
     found = {}

@@ -96,6 +96,38 @@ def test_a_stage_without_experts_resumes(ranks, folder, tmp_path):
     torch.testing.assert_close(resumed[0].grad_norms, whole[0].grad_norms[2:], rtol=1e-5, atol=0)
 
 
+WRAPPED = """
+from megasched.model_adapters.default_schedule import schedule as auto
+from tests.language.test_brought_in import Around
+
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    sch["model.layers.*.mlp"].replace(Around)
+    sch["model.layers.1"].replace(Around)
+    sch["lm_head"].replace(Around)
+"""
+
+
+def test_what_is_inside_of_new_modules_has_the_names_of_hf(ranks, folder, tmp_path):
+    """Parameters, and corrections of routers, which are buffers: filled from the folder, saved and exported."""
+    given, file = folder("deepseek_v3"), tmp_path / "wrapped.py"
+    file.write_text(WRAPPED)
+    flags = [*CHECKPOINT, *STILL, "--pipeline-model-parallel-size", "2", "--save-interval", "1"]
+    plain, wrapped = (
+        ranks.run(
+            *(2, train, str(given), [*flags, "--save", str(tmp_path / name)]),
+            iterations=1,
+            random_init=False,
+            schedule=schedule,
+        )
+        for name, schedule in {"plain": "auto", "wrapped": str(file)}.items()
+    )
+    assert losses(wrapped) == losses(plain)
+    export(tmp_path / "wrapped", tmp_path / "exported")
+    assert_same_bits(given, tmp_path / "exported")
+
+
 def assert_computes(model, reports):
     """Plain transformers gives the logits of the first iteration of a run."""
     batches = [tokens for _, tokens, _ in next(r.batches for r in reports if r.batches and r.pp_rank == 0)]

@@ -104,6 +104,67 @@ def test_replaced_modules_are_compared_by_the_names_of_hf(ranks, tmp_path):
     assert {check.name for check in found.checks} >= {"gradients", "weights"}
 
 
+WRAPPED = """
+import torch
+from megasched.model_adapters.default_schedule import schedule as auto
+
+
+class Around(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def schedule(sch, layout):
+    auto(sch, layout)
+    for path in ("transformer.wte", "lm_head", "transformer.h.*.attn", "transformer.h.*.mlp.c_fc", "*.ln_f"):
+        sch[path].replace(Around)
+    sch["transformer.h.1"].replace(Around)
+    sch["transformer.h.*.attn.inner.c_proj"].replace(Around)
+    sch["transformer.h.1.inner.mlp"].checkpoint()
+
+
+def base(sch, layout):
+    auto(sch, layout)
+    sch["transformer"].replace(Around)
+
+
+def one_side(sch, layout):
+    auto(sch, layout)
+    sch["transformer.wte"].replace(Around)
+"""
+
+
+def test_all_is_equal_and_cut_inside_of_what_replaces_it(ranks, tmp_path):
+    """Both sides of the tied embedding, projections and layers, some of them twice."""
+    (tmp_path / "wrapped.py").write_text(WRAPPED)
+    layout = ParallelDims(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    found = verify_schedule(f"{tmp_path}/wrapped.py", save("gpt2", tmp_path / "gpt2"), layout, ranks=ranks)
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+    assert {check.name for check in found.checks} >= {"loss", "gradients", "weights"}
+
+
+def test_stages_agree_on_a_tie_of_which_one_side_is_replaced(ranks, tmp_path):
+    """A stage has one side of it. Where they do not agree, one waits for the other without end."""
+    (tmp_path / "wrapped.py").write_text(WRAPPED)
+    layout = ParallelDims(pipeline_model_parallel_size=2)
+    found = verify_schedule(
+        f"{tmp_path}/wrapped.py:one_side", save("gpt2", tmp_path / "gpt2"), layout, ranks=ranks
+    )
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+
+
+def test_the_loss_is_right_where_hf_finds_no_head(ranks, tmp_path):
+    """HF looks for it through its base model. The vocabulary is padded, whose rows are not of the logits."""
+    (tmp_path / "wrapped.py").write_text(WRAPPED)
+    layout = ParallelDims(context_parallel_size=2)
+    found = verify_schedule(f"{tmp_path}/wrapped.py:base", save("gpt2", tmp_path / "gpt2"), layout, ranks=ranks)
+    assert (found.verdict, found.why, found.finding) == ("equal", "", None)
+
+
 OF_ANOTHER_RELEASE = """
 from megasched.model_adapters.registry import Adapter
 

@@ -11,6 +11,7 @@ from torch import nn
 import megasched
 from megasched import ConfigError, ParallelDims
 from megasched.verify.ranks.pool import init_megatron
+from tests.language.test_brought_in import Around
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 
 TP2 = ParallelDims(tensor_model_parallel_size=2)
@@ -308,6 +309,14 @@ def test_what_the_schedule_makes_anew_is_told():
     assert report.verdict == "equal"
     told = "frozen, or made anew, by the schedule, so not compared: down.bias, down.weight, up.bias and 1 more"
     assert report.notes[0] == told
+
+
+def test_what_is_inside_of_a_new_module_is_compared_by_its_first_name(ranks):
+    sch = mlp()
+    sch["up"].replace(Around)
+    report = megasched.verify(sch, inputs=sequences(), tp=2, ranks=ranks)
+    assert (report.verdict, report.notes) == ("equal", [])
+    assert {check.name for check in report.checks if check.error} >= {"gradients", "weights"}
 
 
 # before and after ------------------------------------------------------------------------------------

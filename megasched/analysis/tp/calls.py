@@ -39,6 +39,9 @@ class Labelling(BackwardLabels):
     def read(self) -> None:
         """Reads the tape, and gathers the model's output unless the loss takes shards."""
         self.tape.read(self)
+        logits = getattr(self.tape.output, "logits", None)
+        if isinstance(logits, torch.Tensor):  # of which the trainer computes the loss, unless the definition does
+            self._note_logits(logits)
         if not self.loss_takes_shards:
             for tensor in tensors_in(self.tape.output):
                 self._gather(self.label(tensor).columns, "the model returns it")
@@ -360,9 +363,14 @@ class Labelling(BackwardLabels):
 
     def enter_loss(self, call: RecordedLoss) -> None:
         """See ``TapeReader``."""
+        self._note_logits(call.logits)
         if not self.loss_takes_shards:
             self._gather(self.label(call.logits).columns, "the loss needs whole logits")
         self.silent += 1
+
+    def _note_logits(self, logits: torch.Tensor) -> None:
+        if self.loss_takes_shards and (label := self.label(logits)).type == FEATURE_SHARD:
+            self.tp_facts.logits |= label.columns
 
     def leave_loss(self, call: RecordedLoss) -> None:
         """Labels the loss as active, as a forward may add terms to it that it makes of parameters."""

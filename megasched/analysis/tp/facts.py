@@ -143,6 +143,7 @@ class TpFacts:
         by_heads: columns whose output is viewed as heads [b, s, heads, d] or transposed: the module that does so
             reads the length of the sequence off its own input.
         shared: columns in one module that read the very same tensor.
+        logits: columns of which the loss takes shards over the vocabulary.
         forked: ``nn.Dropout`` modules on FEATURE_SHARDs.
         attention: attention module path -> (query heads, whether they are cut).
         experts: module of experts -> region of the tokens that it takes.
@@ -177,6 +178,7 @@ class TpFacts:
     cut_sizes: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     by_heads: set[str] = field(default_factory=set)
     shared: list[tuple[str, ...]] = field(default_factory=list)
+    logits: set[str] = field(default_factory=set)
     forked: set[str] = field(default_factory=set)
     attention: dict[str, tuple[int, bool]] = field(default_factory=dict)
     experts: dict[str, TpType] = field(default_factory=dict)

@@ -17,7 +17,7 @@ _OF_ANY = frozenset(
 # Of modules: what is done there is done in every way that runs them.
 _BY_MODULE = frozenset(
     (
-        *("scatter", "whole_inputs", "needed_regions", "inside", "forked"),
+        *("scatter", "whole_inputs", "needed_regions", "inside", "forked", "logits"),
         "input_components",
         *("regions", "whole_slots", "exits", "recorded", "split_slots", "attention", "experts"),
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from megasched.cli.show.communication import Transfer, transfers
 from megasched.definition.build import text_config
+from megasched.definition.embeddings import head_of
 from megasched.language.module_specs import AttentionSpec, LayerSpec
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive
@@ -119,8 +120,9 @@ class _View:
     def __init__(self, session: Session) -> None:
         self.session, self.plan = session, session.plan
         self.tp = self.plan.layout.tp
-        self.hf = {path: type(module).__name__ for path, module in session.definition.named_modules()}
-        self.head = session.replaced.get_output_embeddings()
+        moved = session.names.moved
+        self.hf = {moved.get(p, p): type(module).__name__ for p, module in session.definition.named_modules()}
+        self.head = head_of(session.replaced)
         self.transfers = self._transfers()
         self.records: dict[str, list[Record]] = defaultdict(list)
         self.replaced: set[str] = set()
@@ -135,7 +137,7 @@ class _View:
         self.fused_columns = {path: paths for paths in self.plan.fused_columns for path in paths}
 
     def _transfers(self) -> dict[str, list[Transfer]]:
-        roles = self.session.schedule.roles
+        roles = self.plan.roles
         attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
         latent = attention.mla if isinstance(attention, AttentionSpec) else None
         named = self.session.replaced.named_modules()
@@ -250,13 +252,12 @@ class _View:
         heads, sharded = self.plan.tp_facts.attention.get(path, (0, False))
         if sharded:
             notes.append(f"{heads} query heads, {heads // self.tp} on each rank")
-        attributes = self.session.schedule.roles.local_attributes.get(path, ())
+        attributes = self.plan.roles.local_attributes.get(path, ())
         if attributes and path not in self.replaced and self.sharded(path):
             notes.append(f"divided by TP: {', '.join(attributes)}")
         if path in self.plan.tp_facts.forked:
             notes.append("each TP rank draws its own random numbers")
-        head = module is self.head
-        if head and kind == "column" and path not in self.plan.tp_facts.gather:
+        if path in self.plan.tp_facts.logits:
             notes.append("logits stay cut over the vocabulary, up to the loss")
         structure = self.plan.structure
         if structure is not None and path == structure.layers and self.plan.layout.sp:

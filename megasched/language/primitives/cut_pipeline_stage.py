@@ -22,6 +22,7 @@ class CutPipelineStage(Primitive):
     name = "cut_pipeline_stage"
     aliases = ("pipeline_split",)
     phase = "plan"
+    of_definition = True
     shown_by_effect = True
 
     def record(self, node: Node) -> Mapping[str, Any]:

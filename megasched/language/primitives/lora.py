@@ -29,6 +29,7 @@ class Adapt(Primitive):
 
     name = "adapt"
     phase = "edit"
+    of_definition = True
     keeps_product = True
     chooses_trained = True
 
@@ -68,6 +69,7 @@ class Unfreeze(Primitive):
 
     name = "unfreeze"
     phase = "edit"
+    of_definition = True
     keeps_product = True
     chooses_trained = True
 

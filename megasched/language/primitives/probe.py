@@ -28,7 +28,6 @@ class Probe(Primitive):
     name = "probe"
     aliases = ("print",)
     one_call_in_graph = "always"
-    survives_replacement = True
 
     def record(self, node: Node, label: str = "", every: int = 1) -> Mapping[str, Any]:
         return {"label": label, "every": every}

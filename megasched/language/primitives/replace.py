@@ -85,6 +85,7 @@ class ReplaceAll(Primitive):
     name = "replace_all"
     phase = "edit"
     replaces_modules = True
+    of_definition = True
     survives_replacement = True
     shown_by_effect = True
     instead = {  # noqa: RUF012

@@ -33,6 +33,7 @@ class Shard(Primitive):
     """
 
     name = "shard"
+    of_weights = True
     instead = {"tensor_name": "here it is called param"}  # noqa: RUF012
     phase = "plan"
     keeps_product = True

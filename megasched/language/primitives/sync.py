@@ -46,6 +46,7 @@ class Sync(Primitive):
     """
 
     name = "sync"
+    of_weights = True
     one_call_in_graph = "unless sharded"  # the layer of a sharded module does what is asked
 
     def record(

@@ -162,7 +162,7 @@ class MegatronFit:
             return block.reason
         mixture = mixture_in(plan, layer, self.roles)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
-            return str(self.roles.moe)
+            return f"it has no linear {block.mlp.down}, and {self.roles.moe}"
         if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
             return "its mixture of experts wants sequence parallelism where there are TP ranks"
         attention, (inputs, outputs) = block.attention, mlp_of(block, mixture)

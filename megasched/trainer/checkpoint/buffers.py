@@ -20,10 +20,10 @@ def persistent_buffers(definition: nn.Module) -> dict[str, torch.Size]:
 
 
 def buffers_by_name(definition: nn.Module, renamed: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Returns the buffers of a lowered definition, by the names that they had before.
+    """Returns the buffers of a lowered definition, by the names that they have in HF's.
 
     Args:
-        renamed: name in the lowered definition -> name before, where it differs.
+        renamed: name in the lowered definition -> name in HF's, where it differs.
     """
     return {renamed.get(name, name): buffer for name, buffer in definition.named_buffers()}
 
@@ -49,7 +49,7 @@ class SavedBuffers:
     A buffer of which a rank has only a part (a constant for each head) is computed from the config and not saved.
 
     Args:
-        shapes: shapes of the definition's persistent buffers, before it was lowered.
+        shapes: shapes of the definition's persistent buffers, by HF's names.
         definition: the lowered definition.
         renamed: as for ``buffers_by_name``.
         stages: all stages, in the order in which the model runs.
@@ -68,9 +68,9 @@ class SavedBuffers:
         self._definition, self._renamed = definition, renamed
         # Name -> whether an earlier stage has it, too.
         self._copies: dict[str, bool] = {}
-        for name, buffer in buffers_by_name(definition, renamed).items():
+        for own, buffer in definition.named_buffers():
             assert plan.structure is not None
-            path = name.rpartition(".")[0]
+            name, path = renamed.get(own, own), own.rpartition(".")[0]
             if shapes.get(name) == buffer.shape and stage.holds(plan.structure, path):
                 first = next((one for one in stages if one.holds(plan.structure, path)), stage)
                 self._copies[name] = first != stage

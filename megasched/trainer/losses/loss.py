@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.objectives import objective_of
@@ -70,12 +69,6 @@ def make_loss(
     if plan.structure.loss_labels is not None:
         shape = partial(objective_of(definition).label_shape, definition.config)
         return DefinitionLoss(plan.structure.loss_labels, shape, last=last)
-    head = definition.get_output_embeddings()
-    path = "" if head is None else path_of(definition, head)
-    sharded = plan.cuts.get(path) == "column" and path not in plan.tp_facts.gather
-    vocabulary = plan.placement(path, "weight").shape[0] if sharded else 0
-    return VocabParallelLoss(vocabulary, sharded, group)
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
+    heads = [plan.placement(path, "weight") for path in sorted(plan.tp_facts.logits)]
+    vocabulary = heads[0].shape[heads[0].axis or 0] if heads else 0
+    return VocabParallelLoss(vocabulary, bool(heads), group)

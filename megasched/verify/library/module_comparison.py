@@ -130,7 +130,8 @@ class ModuleComparison:
         if not without:
             self._facts = replace(self._facts, cuts=dict(plan.cuts), components=components_of(plan))
         placements = {**plan.placements, **placements_of(built)}
-        return take_step(built, example, self._rank or RankReport(0, 0, 0), placements, replicas)
+        rank = self._rank or RankReport(0, 0, 0)
+        return take_step(built, example, rank, placements, replicas, plan.renamed)
 
     # errors -----------------------------------------------------------------------------------------
 

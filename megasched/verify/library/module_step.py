@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,7 +65,12 @@ class ModuleStep(RankReport):
 
 
 def take_step(
-    model: nn.Module, example: Example, rank: RankReport, placements: Mapping[str, Placement], replicas: Any = None
+    model: nn.Module,
+    example: Example,
+    rank: RankReport,
+    placements: Mapping[str, Placement],
+    replicas: Any = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> ModuleStep:
     """Runs forward, backward and a step of AdamW, with dropouts off; the module's weights change.
 
@@ -72,6 +78,7 @@ def take_step(
         rank: has this rank's numbers.
         placements: name -> how a parameter or buffer lies over TP; whole where there is none.
         replicas: the data-parallel group, where there are several such ranks; each runs its own samples.
+        names: name in the model -> name in the unscheduled one, where it differs.
     """
     silenced, parameters = silence(model), dict(model.named_parameters())
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -100,7 +107,7 @@ def take_step(
     def placed(values: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, Placement]]:
         held = _on_cpu(values)
         found = {name: (value, placements.get(name) or Placement(name, (*value.shape,))) for name, value in held}
-        return {name: (value, lies) for name, (value, lies) in found.items() if lies.name == name}
+        return {names.get(name, name): (value, lies) for name, (value, lies) in found.items() if lies.name == name}
 
     return ModuleStep(
         **{name: getattr(rank, name) for name in _RANKS},
@@ -110,8 +117,8 @@ def take_step(
         buffers=placed(dict(model.named_buffers())),
         sightings=Sightings(seen.order, dict(_on_cpu(seen.values)), dict(_on_cpu(seen.gradients)), seen.sources),
         outputs=dict(_on_cpu(outputs_of(output))),
-        changes=changes,
-        trained=frozenset(trained),
+        changes={names.get(name, name): change for name, change in changes.items()},
+        trained=frozenset(names.get(name, name) for name in trained),
         silenced=silenced,
     )
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from megasched.errors import ConfigError, MegaschedError
-from megasched.language.parallel_dims import ParallelDims
-from megasched.language.schedule import Schedule, current_layout, replay
+from megasched.language.parallel_dims import ParallelDims, current_layout
+from megasched.language.schedule import Schedule, replay
 from megasched.lowering.build import create_schedule
 from megasched.verify.library.module_comparison import HALVES, ModuleComparison
 from megasched.verify.library.module_step import Example, own_loss

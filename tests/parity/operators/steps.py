@@ -15,6 +15,7 @@ from megasched import patches
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.replacements import ReplacedNames
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.placement import Placement
 from megasched.verify.parity import MOST_ROUNDING
@@ -151,7 +152,7 @@ def _scheduled(model: Model, layout: ParallelDims, dtype: torch.dtype = torch.fl
     attention.enable(definition)
     structure = layer_stack_of(definition)
     known = ScheduledDefinition(definition, structure, "by hand", _pairs)
-    session = Session(definition, known.apply(layout), definition, {}, layout.tp, known, structure)
+    session = Session(definition, known.apply(layout), definition, ReplacedNames(), layout.tp, known, structure)
     plan = session.plan
     config = TransformerConfig(
         num_layers=1,
