@@ -73,3 +73,18 @@ def test_a_module_in_it_is_gone(tmp_path):
         file.write("    sch['model.layers.0.mlp.up_proj'].hook('fw_post', print)\n")
     with pytest.raises(ScheduleError, match=r"the schedule calls hook on mlp\.up_proj, which is gone then"):
         plan_of(tmp_path, ParallelDims(), schedule, "gemma2")
+
+
+@pytest.mark.parametrize("around", ["model.layers.0", "model"])
+def test_operations_in_it_are_gone(tmp_path, around):
+    """Of a graph of what is around it. A graph without edits inside of it has it as one call."""
+    schedule = calls(tmp_path, ("model.layers.*.mlp", "block"))
+    traced = f"    sch['{around}'].trace(leaves=['**.self_attn'])\n"
+    with open(schedule, "a") as file:
+        file.write(traced)
+    assert sorted(plan_of(tmp_path, ParallelDims(), schedule, "gemma2").mlps) == MLPS
+    with open(schedule, "a") as file:
+        found = f"sch['{around}'].find_node(lambda node: 'mlp.mul' in node.name)[0]"
+        file.write(f"    sch['{around}'].checkpoint({found})\n")
+    with pytest.raises(ScheduleError, match="calls checkpoint on operations in it, which are gone then"):
+        plan_of(tmp_path, ParallelDims(), schedule, "gemma2")

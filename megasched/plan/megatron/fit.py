@@ -87,6 +87,14 @@ class _Inside:
             self.records[layer].append(record)
 
 
+def _edits_inside(record: Record, path: str) -> bool:
+    """Returns whether a record is about operations, in the graph of what is around a module, of that module."""
+    inner = path[len(record.path) + 1 :] if record.path else path
+    around = path != record.path and f"{path}.".startswith(f"{record.path}." if record.path else "")
+    nodes = record.arguments.get("subgraph", {}).get("nodes", ())
+    return around and any(node.startswith(f"{inner}.") for node in nodes)
+
+
 @dataclass(frozen=True)
 class _Content:
     """Describes the part of a definition that Megatron's module would stand in for.
@@ -253,7 +261,9 @@ class MegatronFit:
                 return f"{name} is not sharded as a {cut}"
             if path in plan.replicated_heads:
                 return f"there are more TP ranks than heads of {name}"
-        for record in self.inside.records[content.layer]:
+        for record in (*self.inside.records[content.layer], *self.inside.records[""]):
+            if _edits_inside(record, content.path):
+                return f"the schedule calls {record.primitive} on operations in it, which are gone then"
             own, primitive = record.path == content.path, get_primitive(record.primitive)
             if (own and primitive.on_megatron_module) or primitive.inside_megatron_module:
                 continue
