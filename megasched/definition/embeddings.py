@@ -6,6 +6,7 @@ These are torch's, and subclasses' instances that only look up rows.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import calls_forward, real_tensors
@@ -16,35 +17,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def embedding_of(model: Any) -> nn.Module | None:
-    """Returns the embedding of tokens of an HF model; None where it finds none with a table of its own.
+def ends_of(definition: Any) -> tuple[str | None, str | None]:
+    """Returns the paths of the embedding of tokens and of the head of an HF definition; None for one without.
 
-    HF looks for it by the names of attributes, which a replacement of its base model may lack.
+    It is for the definition before replacements: HF looks for them by names, which a new module may lack.
     """
-    try:
-        return _with_weight(model.get_input_embeddings())
-    except (NotImplementedError, AttributeError):
-        return None
-
-
-def head_of(model: Any) -> nn.Module | None:
-    """Returns the head over the vocabulary of an HF model; None where it finds none, as for ``embedding_of``."""
-    try:
-        return _with_weight(model.get_output_embeddings())
-    except AttributeError:
-        return None
-
-
-def _with_weight(module: nn.Module | None) -> nn.Module | None:
-    """Returns a module that has a matrix ``weight``, or the only one inside: a replacement may be around it."""
-    if module is None or hasattr(module, "weight"):
-        return module
-    inside = [one for one in module.modules() if getattr(one._parameters.get("weight"), "ndim", 0) == 2]
-    return inside[0] if len(inside) == 1 else None
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
+    embedding: Any = None
+    with suppress(NotImplementedError):  # by which HF says that it has none
+        embedding = definition.get_input_embeddings()
+    paths = {module: path for path, module in definition.named_modules()}
+    return paths.get(embedding), paths.get(definition.get_output_embeddings())
 
 
 def looks_up(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from megasched.analysis.analysis_cache import AnalysisCache
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.collector import collector_paused
+from megasched.definition.embeddings import ends_of
 from megasched.errors import Problem, ScheduleError
 from megasched.language.replacements import ReplacedNames
 from megasched.language.schedule import Schedule
@@ -73,6 +74,8 @@ def make_plan(
     model = schedule.mod if model is None else model
     replaced, runs = replaced or ReplacedNames(), runs or AnalysisCache()
     plan = _undecided(schedule, replaced, model, structure)
+    if causal_lm:
+        plan = _with_ends(plan, schedule.root.mod, replaced)
     roles = plan.roles
     problems, shards = check_records(schedule, plan, model)
     plan, found = apply_shards(model, plan, shards, vocab_multiple or schedule.layout.tp)
@@ -118,6 +121,13 @@ def _undecided(
         renamed=replaced.renamed,
         structure=structure,
     )
+
+
+def _with_ends(plan: Plan, definition: nn.Module, replaced: ReplacedNames) -> Plan:
+    """Returns the plan with the paths of embedding and head, where they stand after the replacements."""
+    homes = [None if path is None else replaced.home(path) for path in ends_of(definition)]
+    embedding, head = (path if f"{path}.weight" in plan.canonical else None for path in homes)
+    return replace(plan, ends=(embedding, head))
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Plan:
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
         renamed: parameter or buffer to which replacements have given another name -> its name in the definition.
+        ends: paths of the embedding of tokens and of the head over the vocabulary; None for one that there is not,
+            or that has no ``weight`` after replacements.
         structure: the layer stack; None for a model that is not a causal language model.
         tp_facts: facts that follow from the placements.
         cp_facts: facts of context parallelism; None without.
@@ -59,6 +61,7 @@ class Plan:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     canonical: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[str | None, str | None] = (None, None)
     structure: LayerStack | None = None
     tp_facts: TpFacts = field(default_factory=TpFacts)
     cp_facts: CpFacts | None = None

@@ -11,7 +11,6 @@ from torch import nn
 
 from megasched.analysis.recording.stock import is_theirs
 from megasched.analysis.tp.replay import local_count
-from megasched.definition.embeddings import head_of, path_of
 from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, indivisible
@@ -243,8 +242,8 @@ def whole_logits(plan: Plan, model: Any) -> list[Problem]:
     """Returns a problem where ``parallel_output`` asks for logits that can't stay cut over the vocabulary."""
     if not plan.layout.parallel_output or plan.layout.tp == 1 or plan.structure is None:
         return []
-    head = head_of(model) if hasattr(model, "get_output_embeddings") else None
-    path = "" if head is None else path_of(model, head)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    path = next((path for path, module in model.named_modules() if module is head), "")
     if head is None or not plan.structure.calls_loss or objective_of(model) is not CAUSAL_LM:
         why = "it is no causal language model whose loss is transformers' loss_function"
     elif plan.structure.loss.another:

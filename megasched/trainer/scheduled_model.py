@@ -15,7 +15,6 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
 from megasched.definition.build import buffers_following_dtype, kept_in_float32
-from megasched.definition.embeddings import embedding_of, head_of, path_of
 from megasched.definition.mask_interface import context_masks, packed_masks
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
@@ -90,8 +89,6 @@ class ScheduledModel(MegatronModule):
         self._device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
         self._objective = objective_of(definition)
         self._trained = {name: parameter.requires_grad for name, parameter in definition.named_parameters()}
-        ends = embedding_of(definition), head_of(definition)  # of which a stage has one, or none
-        self._ends = [None if end is None else path_of(definition, end) for end in ends]
         self._context = CpGroup(pg_collection.cp) if plan.layout.cp > 1 else None
         persistent = persistent_buffers(definition)
         kept = kept_in_float32(definition, config.params_dtype, [*plan.placements, *persistent])
@@ -153,7 +150,7 @@ class ScheduledModel(MegatronModule):
         See megatron/core/models/common/language_module/language_module.py.
         """
         canonical = self.plan.canonical
-        names = [f"{path}.weight" for path in self._ends if path is not None]
+        names = [f"{path}.weight" for path in self.plan.ends if path is not None]
         tied = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
         shared = tied and self._trained[canonical[names[0]]]  # of a frozen one there is no gradient to sum
         self.share_embeddings_and_output_weights = shared
@@ -169,7 +166,7 @@ class ScheduledModel(MegatronModule):
     def _share(self, stages: Sequence[Stage]) -> None:
         """Marks parameters that stages share as Megatron marks the tied embedding, so that one copy counts."""
         canonical = self.plan.canonical
-        ends = {canonical[f"{path}.weight"] for path in self._ends if path is not None}
+        ends = {canonical[f"{path}.weight"] for path in self.plan.ends if path is not None}
         shared = shared_parameters(self.plan, stages)
         tied = ends if self.share_embeddings_and_output_weights else set()
         self._shared = {name: owner for name, owner in shared.items() if name not in tied}
@@ -189,7 +186,7 @@ class ScheduledModel(MegatronModule):
 
     def _weights(self) -> list[nn.Parameter | None]:
         """Returns the weights of the embedding and of the head; None for one that is not of this stage."""
-        here = zip(self._ends, (self.stage.first, self.stage.last), strict=True)
+        here = zip(self.plan.ends, (self.stage.first, self.stage.last), strict=True)
         paths = [path if is_here else None for path, is_here in here]
         return [None if path is None else self.definition.get_parameter(f"{path}.weight") for path in paths]
 

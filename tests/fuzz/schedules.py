@@ -28,25 +28,13 @@ from tests.fuzz.flags import TYPES
 from tests.fuzz.run_configs import hunt
 
 # What a drawn schedule may call; none of it changes what is computed.
-HELPERS = '''
+HELPERS = """
 import copy
 import zlib
 
-import torch
-
 import megasched
 from megasched.model_adapters.default_schedule import schedule as default
-
-
-class Around(torch.nn.Module):
-    """A module around another, whose parameters have one name more."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
+from tests.language.replacing import Around
 
 
 @megasched.register_compiler(__name__)
@@ -69,7 +57,7 @@ def edit(node, salt, *primitives):
 
 
 def schedule(sch, layout):
-'''
+"""
 NAMES = tuple(name for name in LAYOUTS if name != "one")
 
 

@@ -33,6 +33,17 @@ class Block(nn.Module):
         return self.mlp(self.norm(x))
 
 
+class Around(nn.Module):
+    """A module around another, whose parameters have one name more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
 class Fused(nn.Module):
     """Both linears of an Mlp in one parameter each."""
 

@@ -13,19 +13,10 @@ from megasched.lowering.prepare import prepare
 from megasched.plan.record_checks import follow
 from megasched.trainer.session import open_session
 from megasched.verify.ranks.pool import init_megatron
-from tests.language.replacing import FUSED, Fused, Scale, X, built, refused, schedule
+from tests.language.replacing import FUSED, Around, Fused, Scale, X, built, refused, schedule
 from tests.language.sharding import column_row
 from tests.lowering.models import Mlp, randomize, tiny_config
 from tests.lowering.parity import distance, gathered_gradients, scheduled_copy, too_far
-
-
-class Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
 
 
 class Attention(nn.Module):
@@ -381,7 +372,7 @@ def _of_inner(make):
 
 
 WRAPPED = """
-from tests.language.test_brought_in import Around
+from tests.language.replacing import Around
 from megasched.model_adapters.default_schedule import schedule as auto
 
 
@@ -390,6 +381,15 @@ def schedule(sch, layout):
     sch["model.layers.0.self_attn"].replace(Around)
     sch["model.layers.1.self_attn.k_proj"].replace(Around)
     sch["model.layers.1.mlp"].replace(Around)
+"""
+
+
+BASE = """
+from tests.language.replacing import Around
+
+
+def schedule(sch, layout):
+    sch["model"].replace(Around)
 """
 
 
@@ -409,5 +409,16 @@ def test_what_an_adapter_knows_goes_where_the_module_goes(tmp_path):
     assert plan.cuts == {moved(path): cut for path, cut in plain.cuts.items()}
     assert plan.roles.local_attributes == {moved(p): names for p, names in plain.roles.local_attributes.items()}
     assert plan.tp_facts.logits == plain.tp_facts.logits == {"lm_head"}
+    assert plan.ends == plain.ends == ("model.embed_tokens", "lm_head")
     assert plan.roles.mlps.keys() == {moved(path) for path in plain.roles.mlps}
     assert plan.placements["model.layers.1.mlp.inner.up_proj.weight"].name == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_the_embedding_is_known_where_hf_does_not_find_it(tmp_path):
+    """It looks for it in the base model. Megatron's optimizers treat embedding and head in ways of their own."""
+    (tmp_path / "base.py").write_text(BASE)
+    tiny_config("llama").save_pretrained(tmp_path)
+    session = open_session(f"{tmp_path}/base.py", str(tmp_path), ParallelDims())
+    with pytest.raises(NotImplementedError):
+        session.replaced.get_input_embeddings()
+    assert session.plan.ends == ("model.inner.embed_tokens", "lm_head")

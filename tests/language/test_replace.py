@@ -7,7 +7,7 @@ from torch import nn
 
 from megasched.lowering.prepare import prepare
 from megasched.verify.ranks.pool import init_megatron
-from tests.language.replacing import FUSED, Fused, Scale, X, built, schedule
+from tests.language.replacing import FUSED, Around, Fused, Scale, X, built, schedule
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far
 
@@ -157,15 +157,6 @@ def test_a_module_under_two_names_is_replaced_under_both(model):
     built(model, lambda sch: sch["1.norm"].replace(lambda old: Scale(8), weights={"gain": "weight"}))
     assert type(model[0].norm) is Scale
     assert model[1].norm is model[0].norm
-
-
-class Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def test_a_replacement_around_another_stands_for_the_parameters_of_the_definition(model):

@@ -98,7 +98,7 @@ def test_a_stage_without_experts_resumes(ranks, folder, tmp_path):
 
 WRAPPED = """
 from megasched.model_adapters.default_schedule import schedule as auto
-from tests.language.test_brought_in import Around
+from tests.language.replacing import Around
 
 
 def schedule(sch, layout):

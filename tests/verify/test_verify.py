@@ -67,15 +67,7 @@ def test_weights_without_numbers_are_equal(ranks, tmp_path):
 OF_OTHER_NAMES = """
 import torch
 from megasched.model_adapters.default_schedule import schedule as auto
-
-
-class Around(torch.nn.Module):
-    def __init__(self, old):
-        super().__init__()
-        self.inner = old
-
-    def forward(self, x):
-        return self.inner(x)
+from tests.language.replacing import Around
 
 
 class Mean(torch.nn.Module):
@@ -105,17 +97,8 @@ def test_replaced_modules_are_compared_by_the_names_of_hf(ranks, tmp_path):
 
 
 WRAPPED = """
-import torch
 from megasched.model_adapters.default_schedule import schedule as auto
-
-
-class Around(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
+from tests.language.replacing import Around
 
 
 def schedule(sch, layout):

@@ -11,7 +11,7 @@ from torch import nn
 import megasched
 from megasched import ConfigError, ParallelDims
 from megasched.verify.ranks.pool import init_megatron
-from tests.language.test_brought_in import Around
+from tests.language.replacing import Around
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 
 TP2 = ParallelDims(tensor_model_parallel_size=2)

@@ -10,7 +10,6 @@ from torch import nn
 
 from megasched.cli.show.communication import Transfer, transfers
 from megasched.definition.build import text_config
-from megasched.definition.embeddings import head_of
 from megasched.language.module_specs import AttentionSpec, LayerSpec
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive
@@ -122,7 +121,6 @@ class _View:
         self.tp = self.plan.layout.tp
         moved = session.names.moved
         self.hf = {moved.get(p, p): type(module).__name__ for p, module in session.definition.named_modules()}
-        self.head = head_of(session.replaced)
         self.transfers = self._transfers()
         self.records: dict[str, list[Record]] = defaultdict(list)
         self.replaced: set[str] = set()
@@ -140,9 +138,7 @@ class _View:
         roles = self.plan.roles
         attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
         latent = attention.mla if isinstance(attention, AttentionSpec) else None
-        named = self.session.replaced.named_modules()
-        head = next((path for path, module in named if module is self.head), None)
-        return transfers(self.plan, hidden_size=hidden_size(self.session), latent=latent, head=head)
+        return transfers(self.plan, hidden_size=hidden_size(self.session), latent=latent, head=self.plan.ends[1])
 
     def _paths(self, record: Record) -> list[str]:
         schedule = self.session.schedule
@@ -230,7 +226,7 @@ class _View:
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
-        if module is self.head:
+        if path == self.plan.ends[1]:
             notes += loss_lines(self.plan)
         fp8 = self.plan.layout.fp8
         if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
