@@ -49,6 +49,13 @@ def is_linear(module: nn.Module) -> bool:
     return tried_once(_TRIED, comparable_state(module), partial(_computes_linear, module))
 
 
+def may_be_replaced(module: nn.Module) -> bool:
+    """Returns whether a parallel layer may replace a module, so that a graph always calls it."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+
+
 def _computes_linear(module: nn.Module) -> bool:
     from torch.nn import functional as F
 

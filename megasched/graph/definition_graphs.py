@@ -17,9 +17,10 @@ from megasched.analysis.recording.meta_call import (
     run_on_meta,
 )
 from megasched.analysis.trials.replacements import ReplacementTrial
+from megasched.definition.linears import may_be_replaced
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
-from megasched.graph.intercept import Limits, may_be_replaced
+from megasched.graph.intercept import Limits
 from megasched.language.records import Record, caller_source
 from megasched.language.schedule import matches_glob
 

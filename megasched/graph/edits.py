@@ -54,7 +54,7 @@ def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None
     prefix = f"{node.path}." if node.path else ""
     for record in node.root.records:
         inner = record.path.removeprefix(prefix)
-        if not inner or not record.path.startswith(prefix) or not _makes_one_call(node, record):
+        if not inner or not record.path.startswith(prefix) or not makes_one_call(node, record):
             continue
         held = [name for name in mine["nodes"] if name.startswith(f"{inner}.")]
         if held:
@@ -85,7 +85,7 @@ def _live_product(primitive: Primitive, node: Node, mine: Mapping[str, Any], sou
     return None
 
 
-def _makes_one_call(node: Node, record: Record) -> bool:
+def makes_one_call(node: Node, record: Record) -> bool:
     """Returns whether the module of this record is one call in the graph of a module around it."""
     one_call = get_primitive(record.primitive).one_call_in_graph
     if one_call == "unless sharded":  # of a sharded module, its layer does what is asked

@@ -173,11 +173,6 @@ def _decomposed(root: nn.Module, path: str, module: nn.Module, live: bool, x: to
     return product if module.bias is None else product + module.bias
 
 
-def may_be_replaced(module: nn.Module) -> bool:
-    """Returns whether a parallel layer may replace a module, so that it always stays a call."""
-    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
-
-
 @contextmanager
 def _opaque_attention(paths: Mapping[int, str]) -> Iterator[None]:
     """Runs its body with attention as one call, named ``<module>.attention``.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition.linears import is_linear
 from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import takes_adapter
 from megasched.language.records import caller_source
@@ -287,8 +288,9 @@ class Decompose(Primitive):
     def record(self, node: Node) -> Mapping[str, Any]:
         from megasched.graph.definition_graphs import trial_of
 
-        if not takes_adapter(node.mod):
+        if not is_linear(node.mod):
             what = f"decompose takes a Linear, and this is a {type(node.mod).__name__}"
+            what += ", which computes or holds more" if takes_adapter(node.mod) else ""
             raise ScheduleError(Problem(what, node.path, caller_source()))
         trial = trial_of(node)
         around = [path for path in trial.graphs if node.path.startswith(path + ".") or not path]
@@ -299,6 +301,12 @@ class Decompose(Primitive):
         return {}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
+        from megasched.graph.edits import makes_one_call
+
+        for record in node.root.records:
+            if record.path == node.path and makes_one_call(node, record):
+                what = f"is decomposed, and {record.primitive} at {record.source} makes it one call in a graph"
+                return [Problem(what, node.path, source, "leave one of the two calls out")]
         for record in records_where(node.root.records, lambda primitive: primitive.makes_graph):
             prefix = record.path + "." if record.path else ""
             if node.path.startswith(prefix):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 from megasched.analysis.recording.stock import is_theirs
 from megasched.analysis.tp.replay import local_count
 from megasched.definition.experts import find_experts, not_apart
+from megasched.definition.linears import may_be_replaced
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, indivisible
 from megasched.language.records import Record
-from megasched.language.registry import check_call, get_primitive, has_lowering
+from megasched.language.registry import check_call, get_primitive, has_lowering, records_where
 from megasched.language.replacements import ReplacedNames, replacements
 from megasched.language.schedule import Schedule, schedule_of
 from megasched.plan.plan import Plan
@@ -86,11 +88,18 @@ def _check_record(schedule: Schedule, record: Record, modules: Mapping[str, nn.M
     if standing is None and not primitive.survives_replacement:
         what = f"{record.primitive}: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "call it on a module that stays")]
+    if (
+        "subgraph" in record.arguments
+        and record.path in schedule.root
+        and (problem := _edit_of_replaced(schedule, record, modules))
+    ):
+        return [problem]
     if standing is None or primitive.phase in ("edit", "graph"):  # which are about the definition's modules
         if record.path not in schedule.root:
             return []
         node = schedule.root[record.path]
-        if primitive.makes_graph and type(standing) is not type(node.mod):
+        traces = primitive.phase == "graph" and not primitive.takes_subgraph
+        if traces and type(standing) is not type(node.mod):
             what = f"{record.primitive}: its graph is of the definition's {type(node.mod).__name__}, which "
             what += f"{type(standing).__name__} replaces"
             return [Problem(what, record.path, record.source, "leave one of the two calls out")]
@@ -99,6 +108,39 @@ def _check_record(schedule: Schedule, record: Record, modules: Mapping[str, nn.M
     if problems and primitive.survives_replacement and record.path in schedule.root:
         return check_call(schedule.root[record.path], record)
     return problems
+
+
+def _edit_of_replaced(schedule: Schedule, record: Record, modules: Mapping[str, nn.Module]) -> Problem | None:
+    """Returns a problem if a sub-graph has operations of a module inside of the traced one that is another now.
+
+    A run's graph has those of the new module, or one call of it, if it is a leaf.
+    """
+    traced = schedule.root[record.path]
+    if type(modules[record.path]) is not type(traced.mod):  # which is a problem of its trace
+        return None
+    prefix, inside = (f"{record.path}." if record.path else ""), traced.below()
+    traces = records_where(schedule.records, lambda primitive: primitive.makes_graph)
+    leaves = next((trace.arguments["leaves"] for trace in traces if trace.path == record.path), ())
+    for inner, node in inside.items():
+        old, new = type(node.mod).__name__, modules.get(prefix + inner)
+        if type(new) is type(node.mod):
+            continue
+        stays = inner in leaves or (new is not None and may_be_replaced(new))
+        held = [
+            name
+            for name in record.arguments["subgraph"]["nodes"]
+            if name.startswith(f"{inner}.") or (not stays and _is_call_of(inner, name, inside))
+        ]
+        if held:
+            what = f"{record.primitive}: {', '.join(held)} is of the definition's {old}, which "
+            what += f"{type(new).__name__} replaces" if new is not None else "is gone after the replacements"
+            return Problem(what, record.path, record.source, "leave it out of the sub-graph, or don't replace it")
+    return None
+
+
+def _is_call_of(path: str, name: str, modules: Collection[str]) -> bool:
+    """Returns whether an operation of a graph is the call of a module; later ones have a number behind."""
+    return name == path or (name not in modules and re.fullmatch(rf"{re.escape(path)}_\d+", name) is not None)
 
 
 def check_expert_parallel(plan: Plan, model: nn.Module) -> list[Problem]:

@@ -110,3 +110,39 @@ def test_a_linear_that_is_decomposed_and_hooked_is_refused():
     said = refusal(built, X)
     assert "hooks of a linear that is decomposed would be lost" in said
     assert "leave the hook or the decompose call out" in said
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda node: node.adapt(rank=2),
+        lambda node: node.checkpoint(),
+        lambda node: node.hook("fw_post", print),
+        lambda node: node.probe(),
+        lambda node: node.sync("fwd_post", torch.clone),
+    ],
+    ids=["adapt", "checkpoint", "hook", "probe", "sync"],
+)
+def test_a_linear_that_is_decomposed_and_one_call_is_refused(ask):
+    sch = schedule(decompose=["up"])
+    ask(sch["0.up"])
+    said = refusal(megasched.build, sch)
+    assert "is decomposed, and " in said
+    assert "makes it one call in a graph" in said
+
+
+class Doubled(nn.Linear):
+    """A linear by its class, which computes more."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_linear_that_computes_more_is_not_decomposed():
+    """Product and bias would be all that a run computes: of the definition's linear, or of what replaces it."""
+    mlp = randomize(Mlp())
+    mlp.up = Doubled(8, 16)
+    assert "Doubled, which computes or holds more" in refusal(schedule, mlp, decompose=["up"])
+    sch = schedule(decompose=["up"])
+    sch["0.up"].replace(lambda old: Doubled(8, 16))
+    assert "its graph is of the definition's Linear, which Doubled replaces" in refusal(megasched.build, sch)

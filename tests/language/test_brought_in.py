@@ -250,5 +250,47 @@ def test_a_graph_of_what_another_class_replaces_is_refused(model):
     assert problem.what == "trace: its graph is of the definition's Mlp, which Around replaces"
 
 
+def test_an_edit_of_what_another_class_computes_is_refused(model):
+    """The graph of a run has the operations of that class."""
+
+    def fill(sch):
+        for path, operation in (("0.mlp", "up"), ("1.mlp", "act.gelu")):
+            sch[path].trace(inputs={"x": X})
+            sch[path].checkpoint(sch[path].find(operation)[0])
+        sch["0.mlp.up"].replace(Around)
+        sch["1.mlp.act"].replace(Around)
+
+    assert [(problem.module, problem.what) for problem in refused(model, fill)] == [
+        ("0.mlp", "checkpoint: up is of the definition's Linear, which Around replaces"),
+        ("1.mlp", "checkpoint: act.gelu is of the definition's GELU, which Around replaces"),
+    ]
+
+
+class Doubled(nn.Linear):
+    """A linear by its class, so that a graph calls it."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_edits_are_made_beside_what_another_class_computes(model):
+    """Of calls that stay calls, and of operations of what stays."""
+
+    def fill(sch):
+        sch["0.mlp"].trace(inputs={"x": X})
+        sch["0.mlp"].checkpoint(sch["0.mlp"].find("up")[0] | sch["0.mlp"].find("act.gelu")[0])
+        sch["0.mlp.up"].replace(lambda old: Doubled(8, 16))
+        sch["0.mlp.down"].replace(Around)
+        sch["1.mlp"].trace(leaves=["act"], inputs={"x": X})
+        sch["1.mlp"].checkpoint(sch["1.mlp"].find("act")[0])
+        sch["1.mlp.act"].replace(Around)
+
+    want = copy.deepcopy(model)
+    want[0].mlp.up = Doubled(8, 16)
+    want[0].mlp.up.load_state_dict(model[0].mlp.up.state_dict())
+    result = built(model, fill)(X)
+    torch.testing.assert_close(result, want(X), rtol=0, atol=0)
+
+
 def _of_inner(make):
     return lambda old: make({name.replace("inner.", ""): value for name, value in old.items()})

@@ -31,6 +31,7 @@ class Adapt(Primitive):
     phase = "edit"
     of_definition = True
     keeps_product = True
+    one_call_in_graph = "always"
     chooses_trained = True
 
     def record(
