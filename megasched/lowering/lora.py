@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.definition.linears import output_axis
+from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import DROPOUT, A, B, Lora, is_conv1d, takes_adapter
 from megasched.language.records import Record
@@ -81,6 +81,10 @@ def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[P
     if not takes_adapter(module):
         what = f"adapt: after the replacements this is a {type(module).__name__}"
         return [Problem(what, record.path, record.source, "replace it by an nn.Linear, or do not adapt it")]
+    if not is_linear(module):
+        what = f"adapt: {type(module).__name__} computes or holds more than nn.Linear does, so that no weight "
+        what += "computes the same as it and its adapter"
+        return [Problem(what, record.path, record.source, "leave it out, or replace it by an nn.Linear")]
     if names[id(module.weight)] > 1:
         what = "adapt: the weight is tied to another module's, which a merged adapter would change, too"
         return [Problem(what, record.path, record.source, "leave it out, or untie them (tie_word_embeddings)")]

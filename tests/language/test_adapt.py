@@ -109,6 +109,18 @@ def test_refusals(model, fill, what):
     assert re.search(what, found)
 
 
+def test_a_linear_that_computes_more_is_refused(model):
+    """Of it and its adapter no merged weight computes the same; a subclass that computes no more has one."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.round(), self.bias)
+
+    model[0].up, model[2].up = nn.modules.linear.NonDynamicallyQuantizableLinear(8, 16), Rounded(8, 16)
+    (what,) = refused(model, lambda sch: sch["*.up"].adapt(rank=2))
+    assert "adapt: Rounded computes or holds more than nn.Linear does" in what
+
+
 def test_ties_are_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
     model[1].weight = model[0].weight
