@@ -162,7 +162,7 @@ def _lower_blocks(model: nn.Module, context: BuildContext, here: Callable[[str],
         assert isinstance(attention, AttentionSpec)
         angles = rotary_angles(model, attention, context.context_parallel)
     for path in filter(here, sorted(context.plan.blocks)):
-        put(path, lambda old, path=path: lower_block(path, old, model, roles, angles, context))
+        put(path, lambda old, path=path: lower_block(path, old, model, angles, context))
     for path in filter(here, sorted(context.plan.attentions)):
         assert isinstance(roles.attention, AttentionSpec)
         put(path, lambda old, path=path: lower_attention(path, model, roles.attention, angles, context))

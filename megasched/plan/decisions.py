@@ -42,11 +42,10 @@ class Decision:
     declined: str = ""
 
 
-def decisions_of(plan: Plan, roles: Roles, *, by_user: bool, only: str = "**") -> list[Decision]:
+def decisions_of(plan: Plan, *, by_user: bool, only: str = "**") -> list[Decision]:
     """Returns the decisions on the parameters of a plan, with layers that are decided alike folded.
 
     Args:
-        roles: roles of the definition's modules, with the origin of each.
         by_user: whether the schedule is the user's, so that its lines decide by themselves.
         only: glob of the parameters to look at, as for a schedule's paths.
     """
@@ -58,11 +57,11 @@ def decisions_of(plan: Plan, roles: Roles, *, by_user: bool, only: str = "**") -
         placement = plan.placements[canonical]
         module = name.rpartition(".")[0]
         tied = f"tied to {canonical}" if canonical != name else ""
-        asked = f"schedule, {lines[module]}" if module in lines else roles.origin.get(module, "")
+        asked = f"schedule, {lines[module]}" if module in lines else plan.roles.origin.get(module, "")
         decided = tied or (asked if placement.sharded or module in plan.cuts else "") or NOBODY
         # A bias that a row linear keeps whole was decided on with its weight; nothing of it is declined.
         done = module in plan.cuts or module in plan.experts
-        declined = str(plan.left_whole.get(module, "")) or ("" if done else _declined(roles, module))
+        declined = str(plan.left_whole.get(module, "")) or ("" if done else _declined(plan.roles, module))
         made.append(
             Decision(
                 name,

@@ -11,7 +11,6 @@ from megasched.definition.linears import is_linear
 from megasched.errors import Problem
 from megasched.language.lora import adapted, adapter_names
 from megasched.language.module_specs import AttentionSpec, MoeSpec
-from megasched.language.roles import Roles
 from megasched.plan.megatron.params import (
     ROUTER,
     SHARED_GATE,
@@ -24,14 +23,13 @@ from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.plan import Plan
 
 
-def choose_fp8(plan: Plan, roles: Roles) -> tuple[Plan, list[Problem]]:
+def choose_fp8(plan: Plan) -> tuple[Plan, list[Problem]]:
     """Returns the plan with its 8-bit linears and weights, and a problem for each layer that can't have them.
 
     Args:
         plan: complete except for the 8-bit choice.
-        roles: specs of the definition's layers, attention and mixtures.
     """
-    fp8, structure = plan.layout.fp8, plan.structure
+    fp8, structure, roles = plan.layout.fp8, plan.structure, plan.roles
     if fp8 is None:
         return plan, []
     if structure is None:
@@ -45,7 +43,7 @@ def choose_fp8(plan: Plan, roles: Roles) -> tuple[Plan, list[Problem]]:
         if not plan.in_8_bits(layer):
             continue
         if layer in plan.blocks:
-            products = _weights(plan, assemblies(plan, layer, roles))
+            products = _weights(plan, assemblies(plan, layer))
         else:
             linears = _linears(plan, index)
             te_linears.update(linears)

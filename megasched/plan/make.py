@@ -76,7 +76,6 @@ def make_plan(
     plan = _undecided(schedule, replaced, model, structure)
     if causal_lm:
         plan = _with_ends(plan, schedule.root.mod, replaced)
-    roles = plan.roles
     problems, shards = check_records(schedule, plan, model)
     plan, found = apply_shards(model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += found + check_expert_parallel(plan, model)
@@ -90,13 +89,13 @@ def make_plan(
     _refuse(problems)
 
     plan, problems = plan_context(plan, model, runs)
-    plan, found = choose_megatron_modules(plan, model, roles, by_trainer=causal_lm, trials=trials)
+    plan, found = choose_megatron_modules(plan, model, by_trainer=causal_lm, trials=trials)
     plan = replace(plan, fused_columns=columns_to_fuse(plan, model))
     plan, unpacked = plan_packed_rows(plan, model, runs)
     _refuse([*problems, *found, *unpacked])
 
-    plan, problems = choose_fp8(plan, roles)
-    _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model, roles)])
+    plan, problems = choose_fp8(plan)
+    _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model)])
 
     _refuse(check_complete(plan, model))
     return _named_as_in_hf(plan) if causal_lm else plan  # a model of the user's own has the names of its modules

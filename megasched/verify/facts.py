@@ -23,7 +23,7 @@ def facts(folder: str) -> dict[str, Any]:
     from megasched.trainer.session import open_session
 
     session = open_session("auto", folder, ParallelDims(tensor_model_parallel_size=2))
-    decisions = decisions_of(session.plan, session.plan.roles, by_user=False)
+    decisions = decisions_of(session.plan, by_user=False)
     inferred = [d.parameter for d in decisions if d.decided_by.startswith("inferred")]
     return {
         "class": type(session.definition).__name__,

@@ -50,15 +50,14 @@ def planned(model):
 
 @cache
 def unaltered(model_type):
-    """Plan and roles of a model as transformers makes it."""
-    model = made(model_type)
-    return planned(model), roles_of(model)
+    """Returns the plan of a model as transformers makes it."""
+    return planned(made(model_type))
 
 
-def subjects_of(plan, model, roles):
+def subjects_of(plan):
     found = []
     for layer in plan.structure.layer_paths():
-        attention, block, mixture = roles.attention, roles.layer, roles.moe
+        attention, block, mixture = plan.roles.attention, plan.roles.layer, plan.roles.moe
         mixed = isinstance(mixture, MoeSpec) and plan.holds_parameters(f"{layer}.{mixture.experts}")
         if isinstance(attention, AttentionSpec) and plan.holds_parameters(f"{layer}.{attention.out}"):
             found.append(TrialSubject("attention", f"{layer}.{attention.module}", layer))
@@ -72,10 +71,10 @@ def subjects_of(plan, model, roles):
 @pytest.mark.parametrize("model_type", [case(one, fast=one in FAST) for one in TYPES])
 def test_what_is_as_transformers_makes_it_is_proven(model_type):
     model = made(model_type)
-    plan, roles = planned(model), roles_of(model)
-    subjects = subjects_of(plan, model, roles)
+    plan = planned(model)
+    subjects = subjects_of(plan)
     assert subjects
-    tried = Trials(plan, model, roles, subjects)
+    tried = Trials(plan, model, subjects)
     assert {subject: reason for subject in subjects if (reason := tried(subject))} == {}
 
 
@@ -164,10 +163,10 @@ ALTERED = [
 )
 def test_an_instance_that_was_altered_since_stays_as_it_is(model_type, kind, alter, told):
     """After what is said of it was read off it, as a schedule can."""
-    model, (plan, roles) = made(model_type), unaltered(model_type)
-    subjects = subjects_of(plan, model, roles)
+    model, plan = made(model_type), unaltered(model_type)
+    subjects = subjects_of(plan)
     alter(model)
-    tried = Trials(plan, model, roles, subjects)
+    tried = Trials(plan, model, subjects)
     (subject,) = (one for one in subjects if one.kind == kind and one.layer == LAYER)
     assert tried(subject).startswith(f"it computes something else than Megatron's: {told}")
 
@@ -175,25 +174,25 @@ def test_an_instance_that_was_altered_since_stays_as_it_is(model_type, kind, alt
 def test_rotary_positions_that_were_altered_are_megatrons_too():
     model = made("mistral")
     model.model.rotary_emb.inv_freq *= 0.5
-    plan, roles = planned(model), roles_of(model)
-    assert not why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER))
+    plan = planned(model)
+    assert not why_another(plan, model, TrialSubject("layer", LAYER, LAYER))
 
 
 def test_layers_that_are_alike_are_tried_once(monkeypatch):
     """The first and the last of them, and one that is not."""
     model = made("mistral", num_hidden_layers=6)
-    plan, roles = planned(model), roles_of(model)
-    subjects = [one for one in subjects_of(plan, model, roles) if one.kind == "layer"]
+    plan = planned(model)
+    subjects = [one for one in subjects_of(plan) if one.kind == "layer"]
     activation(model)
     asked = []
 
-    def tried(plan, model, roles, subject):
+    def tried(plan, model, subject):
         asked.append(subject.layer)
         return ""
 
     monkeypatch.setattr(trial, "why_another", tried)
     for _ in range(2):  # of another layout
-        known = Trials(plan, model, roles, subjects)
+        known = Trials(plan, model, subjects)
         assert not any(known(subject) for subject in subjects)
     assert asked == ["model.layers.0", "model.layers.5", LAYER]
 
@@ -206,17 +205,17 @@ def test_a_router_is_tried_where_transformer_engine_is_installed(monkeypatch):
 
     monkeypatch.setattr(moe_utils, "te_general_gemm", product)
     model = made("mixtral")
-    plan, roles = planned(model), roles_of(model)
-    assert why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER)) == ""
+    plan = planned(model)
+    assert why_another(plan, model, TrialSubject("layer", LAYER, LAYER)) == ""
     assert moe_utils.te_general_gemm is product
 
 
 def test_a_trial_changes_nothing():
     model = made("deepseek_v3")
-    plan, roles = planned(model), roles_of(model)
+    plan = planned(model)
     before = {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()}
     state, active = torch.get_rng_state(), patches.active()
-    assert not why_another(plan, model, roles, TrialSubject("layer", LAYER, LAYER))
+    assert not why_another(plan, model, TrialSubject("layer", LAYER, LAYER))
     assert {name: (type(value), id(value)) for name, value in vars(model.get_submodule(LAYER)).items()} == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(held.is_meta for held in model.parameters())

@@ -58,8 +58,8 @@ def test_what_a_phase_leaves_open_is_refused_by_name(monkeypatch, change, told):
     """Of the last phase that decides on placements, here one with a fault."""
     real = make.choose_fp8
 
-    def faulty(plan, roles):
-        plan, problems = real(plan, roles)
+    def faulty(plan):
+        plan, problems = real(plan)
         placements = dict(plan.placements)
         change(placements)
         return replace(plan, placements=placements), problems

@@ -91,7 +91,7 @@ def compare(family: str) -> dict[str, Any]:
     hidden, others, arguments = _call(model, old)
     if whole:
         known = rotary_angles(model, sch.roles.layer.attention, None)
-        new = whole_layer.lower_block(path, old, model, sch.roles, known, context)
+        new = whole_layer.lower_block(path, old, model, known, context)
     elif path in plan.attentions:
         known = rotary_angles(model, sch.roles.attention, None)
         new = self_attention.lower_attention(path, model, sch.roles.attention, known, context)

@@ -88,8 +88,8 @@ def explain_schedule(
     session.runs.with_lines = True
     if sequence_length is not None:
         session.runs.length = sequence_length  # the plan has to hold for it
-    plan, roles = session.plan, session.plan.roles
-    decisions = decisions_of(plan, roles, by_user=schedule != AUTO, only=only)
+    plan = session.plan
+    decisions = decisions_of(plan, by_user=schedule != AUTO, only=only)
     if not decisions:
         raise ConfigError(f"--parameter {only}: {_no_match(plan, only)}")
     told = context_lines(plan), tuple(without_rule(plan))

@@ -10,7 +10,6 @@ from torch import nn
 
 from megasched.analysis.stages.hidden_state import HiddenStateArg
 from megasched.language.module_specs import LayerSpec
-from megasched.language.roles import Roles
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.attention import (
     attention_config,
@@ -76,7 +75,7 @@ class MegatronLayer(nn.Module):
 
 
 def lower_block(
-    path: str, old: nn.Module, model: nn.Module, roles: Roles, angles: LayerAngles, context: BuildContext
+    path: str, old: nn.Module, model: nn.Module, angles: LayerAngles, context: BuildContext
 ) -> MegatronLayer:
     """Returns Megatron's layer for the definition's layer at ``path``, filled with its values.
 
@@ -86,14 +85,14 @@ def lower_block(
     Raises:
         RuntimeError: a parameter of Megatron's layer has no known HF tensor, or an HF tensor no parameter.
     """
-    plan, structure, block = context.plan, context.plan.structure, roles.layer
+    plan, structure, block = context.plan, context.plan.structure, context.plan.roles.layer
     assert structure is not None
     assert isinstance(block, LayerSpec)
     index = structure.index_of(path)
     assert index is not None
-    config, groups = _config(path, index, roles, context), context.groups
+    config, groups = _config(path, index, context), context.groups
     own = angles(index)
-    mixture, te = mixture_in(plan, path, roles), uses_transformer_engine(context.device)
+    mixture, te = mixture_in(plan, path), uses_transformer_engine(context.device)
     mlp_bias = has_bias(plan, path, block.mlp.down) if mixture is None else mixture.expert.biased
     refuse_in_context(path, index, config, context)
     layer = TransformerLayer(
@@ -104,7 +103,7 @@ def lower_block(
         add_layer_offset=False,
     )
     configure_latent_attention(layer.self_attention, block.attention, own, context)
-    fill_module(path, layer, assemblies(plan, path, roles, groups.ep.rank()), model, context)
+    fill_module(path, layer, assemblies(plan, path, groups.ep.rank()), model, context)
     configure_attention(layer.self_attention, block.attention)
     if mixture is not None:
         configure_moe(layer.mlp, mixture, te)
@@ -118,9 +117,9 @@ def lower_block(
     return new
 
 
-def _config(path: str, index: int, roles: Roles, context: BuildContext) -> TransformerConfig:
+def _config(path: str, index: int, context: BuildContext) -> TransformerConfig:
     """Returns the trainer's config with the definition's values for layer number ``index``."""
-    block, mixture = roles.layer, mixture_in(context.plan, path, roles)
+    block, mixture = context.plan.roles.layer, mixture_in(context.plan, path)
     assert isinstance(block, LayerSpec)
     mlp = mlp_config(path, block.mlp, context) if mixture is None else moe_config(path, mixture, context)
     # Without what a run on a GPU alone can do, the flags of the trainer count (fusions, recompute, precision).

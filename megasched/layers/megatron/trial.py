@@ -60,7 +60,7 @@ _SMALL = 0.1  # of the largest gradient: what is smaller has its rounding
 _SCALES = {"layer": (1.0, 1e-3, 30.0), "attention": (1.0, 0.1, 3.0), "mixture": (1.0, 3.0)}
 
 
-def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: TrialSubject) -> str:
+def why_another(plan: Plan, model: nn.Module, subject: TrialSubject) -> str:
     """Returns how Megatron's module computes other numbers than the definition's, as text; empty if it doesn't."""
     try:
         with (
@@ -71,21 +71,22 @@ def why_another(plan: Plan, model: nn.Module, roles: Roles, subject: TrialSubjec
             torch.enable_grad(),
             _constant_dropout(),
         ):
-            return _compare(plan, model, roles, subject)
+            return _compare(plan, model, subject)
     except Exception as error:  # whatever the definition's code raises
         return f"a small copy of it can't be tried: {type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _compare(plan: Plan, model: Any, roles: Roles, subject: TrialSubject) -> str:
+def _compare(plan: Plan, model: Any, subject: TrialSubject) -> str:
     structure = plan.structure
     assert structure is not None
     index = structure.index_of(subject.path)
     assert index is not None
-    windows = {None, _window(roles, index)}
-    roles, other = _with_short_windows(model, roles)
+    windows = {None, _window(plan.roles, index)}
+    roles, other = _with_short_windows(model, plan.roles)
+    plan = replace(plan, roles=roles)
     windows.add(_window(roles, index))
     small = copy_tree(model.get_submodule(subject.layer), other)
-    sizes = _sizes(plan, small, roles, subject)
+    sizes = _sizes(plan, small, subject)
     attention = None if subject.kind == "mixture" else _attention(roles)
     make_small(small, sizes, attention.module if attention is not None else "")
     whole = _Model(model, subject.layer, small)
@@ -94,7 +95,7 @@ def _compare(plan: Plan, model: Any, roles: Roles, subject: TrialSubject) -> str
     )
     inner = subject.path[len(subject.layer) + 1 :]
     theirs = _CalledModule(small.get_submodule(inner).train(), subject.kind, structure.slot, small, args, kwargs)
-    made, assemblies = _megatron(plan, whole, roles, subject, sizes)
+    made, assemblies = _megatron(plan, whole, subject, sizes)
     transfer_hooks(theirs.module, made)
     ours = replace(theirs, module=made.train())
     with _windows_asked(model) as asked:
@@ -121,10 +122,11 @@ def _window(roles: Roles, index: int) -> int | None:
     return attention.windows[index] if attention is not None and attention.windows else None
 
 
-def _sizes(plan: Plan, layer: nn.Module, roles: Roles, subject: TrialSubject) -> Sizes:
+def _sizes(plan: Plan, layer: nn.Module, subject: TrialSubject) -> Sizes:
+    roles = plan.roles
     if subject.kind == "layer":
         assert isinstance(roles.layer, LayerSpec)
-        return layer_sizes(layer, roles.layer, mixture_in(plan, subject.layer, roles))
+        return layer_sizes(layer, roles.layer, mixture_in(plan, subject.layer))
     if subject.kind == "attention":
         assert isinstance(roles.attention, AttentionSpec)
         return attention_sizes(layer, roles.attention)
@@ -196,10 +198,10 @@ def _with_short_windows(model: Any, roles: Roles) -> tuple[Roles, dict[int, Any]
 
 
 def _megatron(
-    plan: Plan, model: Any, roles: Roles, subject: TrialSubject, sizes: Sizes
+    plan: Plan, model: Any, subject: TrialSubject, sizes: Sizes
 ) -> tuple[nn.Module, dict[str, ParamMapping]]:
     """Returns Megatron's module with the values of the small copy, and the mappings of its parameters."""
-    context, path = _context(_small_plan(plan, subject.layer, sizes)), subject.path
+    context, path, roles = _context(_small_plan(plan, subject.layer, sizes)), subject.path, plan.roles
     if subject.kind == "mixture":
         assert isinstance(roles.moe, MoeSpec)
         made: nn.Module = lower_mixture(path, model, roles.moe, context)
@@ -210,7 +212,7 @@ def _megatron(
     else:
         assert isinstance(roles.layer, LayerSpec)
         angles = rotary_angles(model, roles.layer.attention, None)
-        made = lower_block(path, model.get_submodule(path), model, roles, angles, context)
+        made = lower_block(path, model.get_submodule(path), model, angles, context)
     for name, old in context.renamed_buffers.items():
         module, _, buffer = name.removeprefix(f"{path}.").rpartition(".")
         owner, _, leaf = old.rpartition(".")

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
 from megasched.language.module_specs import AttentionSpec, LayerSpec
-from megasched.language.roles import Roles
 from megasched.plan.megatron.fit import TrialSubject
 from megasched.plan.megatron.params import mixture_in
 from megasched.plan.plan import Plan
@@ -30,8 +29,8 @@ class Trials:
         subjects: all modules that may be tried.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, roles: Roles, subjects: Iterable[TrialSubject]) -> None:
-        self.plan, self.model, self.roles = plan, model, roles
+    def __init__(self, plan: Plan, model: nn.Module, subjects: Iterable[TrialSubject]) -> None:
+        self.plan, self.model = plan, model
         self.subjects = list(subjects)
         self.known = _KNOWN.setdefault(model, {})
         self._keys: dict[TrialSubject, Hashable] = {}
@@ -48,7 +47,7 @@ class Trials:
         from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
 
         for subject in subjects:
-            if reason := why_another(self.plan, self.model, self.roles, subject):
+            if reason := why_another(self.plan, self.model, subject):
                 return f"it computes something else than Megatron's: {reason}"
         return ""
 
@@ -59,11 +58,11 @@ class Trials:
 
     def _found(self, subject: TrialSubject) -> Hashable:
         """Returns a key that is equal for modules that compute the same, whatever their layer's number."""
-        structure, roles = self.plan.structure, self.roles
+        structure, roles = self.plan.structure, self.plan.roles
         assert structure is not None
         index = structure.index_of(subject.path)
         if subject.kind == "layer":
-            mixture = mixture_in(self.plan, subject.layer, roles)
+            mixture = mixture_in(self.plan, subject.layer)
             assert isinstance(roles.layer, LayerSpec)
             attention: AttentionSpec | None = roles.layer.attention
             said: Any = (replace(roles.layer, attention=_of_layer(roles.layer.attention, index)), mixture)

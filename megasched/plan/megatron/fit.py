@@ -13,7 +13,7 @@ from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
 from megasched.language.registry import get_primitive
-from megasched.language.roles import Cut, Roles
+from megasched.language.roles import Cut
 from megasched.plan.megatron.params import (
     assemblies,
     attention_assemblies,
@@ -47,10 +47,10 @@ class TrialSubject:
     layer: str
 
 
-# Made for a plan, a definition, its roles and all that may be asked for; says of one of them why Megatron's module
+# Made for a plan, a definition and all that may be asked for; says of one of them why Megatron's module
 # computes something else, empty where it computes the same. Megatron is run for that, above this floor.
 Trial = Callable[[TrialSubject], str]
-MakeTrials = Callable[[Plan, "nn.Module", Roles, Iterable[TrialSubject]], Trial]
+MakeTrials = Callable[[Plan, "nn.Module", Iterable[TrialSubject]], Trial]
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,16 @@ class MegatronFit:
         self,
         plan: Plan,
         model: nn.Module,
-        roles: Roles,
         parts: Mapping[str, MegatronCandidate],
         trials: MakeTrials | None,
     ) -> None:
-        self.plan, self.roles = plan, roles
+        self.plan, self.roles = plan, plan.roles
         self.subjects = {
             path: TrialSubject(part.kind, path, part.layer)
             for path, part in parts.items()
             if self._is_described(path, part)
         }
-        self.trial = None if trials is None else trials(plan, model, roles, self.subjects.values())
+        self.trial = None if trials is None else trials(plan, model, self.subjects.values())
         self.trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.inside = _Inside(plan)
 
@@ -168,7 +167,7 @@ class MegatronFit:
         plan, block = self.plan, self.roles.layer
         if isinstance(block, Declined):
             return block.reason
-        mixture = mixture_in(plan, layer, self.roles)
+        mixture = mixture_in(plan, layer)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
             return f"it has no linear {block.mlp.down}, and {self.roles.moe}"
         if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
@@ -182,7 +181,7 @@ class MegatronFit:
             or self._why_not_lowered(content)
             or self._biases_of_attention(layer, attention)
             or self._uneven_biases(layer, (*inputs, *outputs))
-            or self._unlike(content, assemblies(plan, layer, self.roles))
+            or self._unlike(content, assemblies(plan, layer))
         )
 
     def _why_not_attention(self, path: str, part: MegatronCandidate) -> str:
@@ -214,7 +213,7 @@ class MegatronFit:
         plan, mixture = self.plan, self.roles.moe
         if isinstance(mixture, Declined):
             return mixture.reason
-        if mixture_in(plan, part.layer, self.roles) is None or path != f"{part.layer}.{mixture.module}":
+        if mixture_in(plan, part.layer) is None or path != f"{part.layer}.{mixture.module}":
             return "nothing is known of it"
         if plan.layout.tp > 1 and not plan.layout.sp:
             return "it wants sequence parallelism where there are TP ranks"

@@ -15,14 +15,13 @@ from megasched.definition.experts import find_experts
 from megasched.errors import Declined, Problem
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from megasched.language.records import Record
-from megasched.language.roles import Roles
 from megasched.plan.fused_columns import level_at, levels_asked, required
 from megasched.plan.megatron.fit import MakeTrials, MegatronCandidate, MegatronFit
 from megasched.plan.plan import Plan
 
 
 def choose_megatron_modules(
-    plan: Plan, model: nn.Module, roles: Roles, *, by_trainer: bool, trials: MakeTrials | None
+    plan: Plan, model: nn.Module, *, by_trainer: bool, trials: MakeTrials | None
 ) -> tuple[Plan, list[Problem]]:
     """Returns the plan with the modules at level ``block`` that are Megatron's, and the problems.
 
@@ -42,8 +41,8 @@ def choose_megatron_modules(
         what = "Megatron's layers need the config of its trainer"
         remedy = "train through `python -m megasched pretrain_gpt.py`, or use level('fused')"
         return plan, [Problem(what, path, r.source, remedy) for path, r in asked.items() if required(r)]
-    parts = _parts(plan, model, roles)
-    why_not = MegatronFit(plan, model, roles, parts, trials)
+    parts = _parts(plan, model)
+    why_not = MegatronFit(plan, model, parts, trials)
     problems, declined = [], dict[str, Declined]()
     for path, record in asked.items():
         inside = structure.index_of(path) is not None
@@ -56,7 +55,7 @@ def choose_megatron_modules(
             continue
         reason = why_not(path, part)
         if not reason:
-            plan = _take(plan, path, part, roles)
+            plan = _take(plan, path, part)
         elif required(level):
             what = f"Megatron's {part.kind} can't stand for this one: {reason}"
             problems.append(Problem(what, path, level.source, "use level('fused') here"))
@@ -70,16 +69,16 @@ def _holds(path: str, parts: Iterable[str]) -> bool:
     return any(part.startswith(f"{path}." if path else "") for part in parts)
 
 
-def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCandidate]:
+def _parts(plan: Plan, model: nn.Module) -> dict[str, MegatronCandidate]:
     """Returns the candidates by path; a module inside another comes after it."""
     assert plan.structure is not None
     layers = plan.structure.layer_paths()
     found = {layer: MegatronCandidate("layer", layer) for layer in layers}
-    for path, layer in _attention_modules(plan, roles).items():
+    for path, layer in _attention_modules(plan).items():
         found[path] = MegatronCandidate("attention", layer, (layer,))
     for path, layer in _mixture_modules(plan, model).items():
         found[path] = MegatronCandidate("mixture", layer, (layer,))
-    for path, mlp in roles.mlps.items():
+    for path, mlp in plan.roles.mlps.items():
         index = plan.structure.index_of(path)
         if index is not None and path not in found:
             layer = plan.structure.layer_path(index)
@@ -88,15 +87,15 @@ def _parts(plan: Plan, model: nn.Module, roles: Roles) -> dict[str, MegatronCand
     return found
 
 
-def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
+def _attention_modules(plan: Plan) -> dict[str, str]:
     """Maps modules that compute attention, by the adapter's spec or in a run, to their layers."""
-    structure = plan.structure
+    structure, attention = plan.structure, plan.roles.attention
     assert structure is not None
     found = {}
-    if isinstance(roles.attention, AttentionSpec):
+    if isinstance(attention, AttentionSpec):
         for layer in structure.layer_paths():
-            if f"{layer}.{roles.attention.out}.weight" in plan.canonical:
-                found[f"{layer}.{roles.attention.module}"] = layer
+            if f"{layer}.{attention.out}.weight" in plan.canonical:
+                found[f"{layer}.{attention.module}"] = layer
     for path in plan.tp_facts.attention:
         index = structure.index_of(path)
         if index is not None and path != structure.layer_path(index):
@@ -104,8 +103,9 @@ def _attention_modules(plan: Plan, roles: Roles) -> dict[str, str]:
     return found
 
 
-def _take(plan: Plan, path: str, part: MegatronCandidate, roles: Roles) -> Plan:
+def _take(plan: Plan, path: str, part: MegatronCandidate) -> Plan:
     """Returns the plan with one more module that Megatron's stands in for."""
+    roles = plan.roles
     if part.kind == "layer":
         assert isinstance(roles.layer, LayerSpec)
         return _share_sinks(replace(plan, blocks=plan.blocks | {path}), path, roles.layer.attention)
@@ -160,7 +160,7 @@ def overlap_problems(plan: Plan) -> list[Problem]:
     return [Problem(what, layer, remedy=remedy) for layer in layers if layer not in plan.blocks]
 
 
-def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem]:
+def mixture_problems(plan: Plan, model: nn.Module) -> list[Problem]:
     """Returns a problem for each mixture that is not Megatron's own where Megatron's MoE flags require it."""
     flags = plan.layout.mixture_flags
     if not flags or plan.structure is None:
@@ -176,7 +176,7 @@ def mixture_problems(plan: Plan, model: nn.Module, roles: Roles) -> list[Problem
         if path not in plan.mixtures and layer not in plan.blocks:
             reason = plan.declined.get(path, "") or plan.declined.get(layer, "")
             problems.append(Problem(f"{what}, and not this one{reason and f': {reason}'}", path, remedy=remedy))
-    corrected = isinstance(roles.moe, MoeSpec) and bool(roles.moe.correction)
+    corrected = isinstance(plan.roles.moe, MoeSpec) and bool(plan.roles.moe.correction)
     bias = "--moe-router-enable-expert-bias"
     if bias in flags and not problems and not corrected:
         problems.append(Problem(f"{bias}: the definition's routers choose without a bias", remedy="leave it out"))

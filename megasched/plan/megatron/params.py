@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
-from megasched.language.roles import Roles
 from megasched.plan.param_mapping import ParamMapping
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
@@ -31,9 +30,9 @@ def output_features(plan: Plan, layer: str, name: str) -> int:
     return weight.shape[1 if weight.transposed else 0]
 
 
-def mixture_in(plan: Plan, layer: str, roles: Roles) -> MoeSpec | None:
+def mixture_in(plan: Plan, layer: str) -> MoeSpec | None:
     """Returns the spec of the mixture of experts in a layer; None without a mixture or without a spec."""
-    mixture = roles.moe
+    mixture = plan.roles.moe
     known = isinstance(mixture, MoeSpec) and f"{layer}.{mixture.router}.weight" in plan.canonical
     return mixture if known and isinstance(mixture, MoeSpec) else None
 
@@ -82,7 +81,7 @@ def whole_of_mixture(mixture: MoeSpec) -> list[str]:
     return [name for name in (mixture.router, mixture.shared_gate) if name]
 
 
-def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[str, ParamMapping]:
+def assemblies(plan: Plan, layer: str, ep_rank: int = 0) -> dict[str, ParamMapping]:
     """Maps the parameters of Megatron's ``TransformerLayer`` to the HF tensors that they are made of.
 
     A norm has two names: its own module's, and that of the Transformer Engine linear that fuses it. So has an
@@ -91,9 +90,9 @@ def assemblies(plan: Plan, layer: str, roles: Roles, ep_rank: int = 0) -> dict[s
     Args:
         ep_rank: EP rank whose experts are meant.
     """
-    block = roles.layer
+    block = plan.roles.layer
     assert isinstance(block, LayerSpec)
-    mixture = mixture_in(plan, layer, roles)
+    mixture = mixture_in(plan, layer)
     if mixture is None:
         mlp = mlp_assemblies(plan, layer, block.mlp)
     else:
