@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from megasched.definition.linears import is_linear, may_be_replaced
 from megasched.definition.small_models.small_models import write_small_model
-from megasched.graph.intercept import may_be_replaced
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.primitives.hook import MODES
 from megasched.language.primitives.level import LEVELS
@@ -179,9 +179,32 @@ def _edited(model: nn.Module, draw: random.Random) -> str:
     return f"edit(sch[{path!r}], {draw.randrange(100)}, {', '.join(map(repr, primitives))})"
 
 
+def _decomposed(model: nn.Module, draw: random.Random) -> str:
+    """Decomposes linears, and edits a graph of a module around them."""
+    paths = [path for path, one in model.named_modules() if "." in path and is_linear(one)]
+    around = draw.choice([path.rpartition(".")[0] for path in paths])
+    inside = [path for path in paths if path.startswith(f"{around}.")]
+    calls = [_call(path, "decompose") for path in draw.sample(inside, draw.randint(1, len(inside)))]
+    edits = draw.choice(("'fuse'", "'fuse', 'checkpoint'", "'replace'"))
+    return "; ".join([*calls, f"edit(sch[{around!r}], {draw.randrange(100)}, {edits})"])
+
+
 DRAWS: tuple[Callable[[nn.Module, random.Random], str], ...] = (
     *(_on_any("checkpoint"), _on_any("checkpoint"), _on_any("fork_rng"), _on_any("probe"), _on_any("trace")),
-    *(_level, _block, _annotate, _copied, _wrapped, _wrapped, _brought_in, _brought_in, _hook, _edited, _edited),
+    *(
+        _level,
+        _block,
+        _annotate,
+        _copied,
+        _wrapped,
+        _wrapped,
+        _brought_in,
+        _brought_in,
+        _hook,
+        _edited,
+        _edited,
+        _decomposed,
+    ),
 )
 
 
