@@ -56,6 +56,8 @@ GHOST CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 GHOST CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 GHOST CUresult cuGetErrorString(CUresult, const char** text) { return *text = "an error of ghost CUDA", CUDA_SUCCESS; }
 GHOST CUresult cuGetErrorName(CUresult, const char** text) { return *text = "GHOST_ERROR", CUDA_SUCCESS; }
+GHOST CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* callback) { return handle(callback); }
+GHOST CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 
 // ---- where functions are asked for by name
 GHOST CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
