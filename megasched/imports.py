@@ -48,6 +48,18 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def end_quickly() -> None:
+    """Has the interpreter end without looking through all that was imported: a second, where that is Megatron.
+
+    A library made with nanobind, as Triton is from 3.9 on, calls what was not looked through leaked, in 25 lines
+    after all others. Where there is one, the interpreter looks once, and not twice.
+    """
+    if any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
+        gc.disable()
+    else:
+        gc.freeze()
+
+
 def quiet_run() -> None:
     """Drops the warnings that are of no use, in a run and the processes it spawns; Megatron's log stays as it is.
 

@@ -8,7 +8,6 @@ by the commands that need them, when they run.
 from __future__ import annotations
 
 import atexit
-import gc
 import io
 import os
 import sys
@@ -28,7 +27,7 @@ from megasched.cli.show.commands import explain, primitives, show
 from megasched.cli.status import status
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
-from megasched.imports import command_imports
+from megasched.imports import command_imports, end_quickly
 from megasched.json_output import json_only
 from megasched.reading.files import printable
 
@@ -56,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     print_anything()
-    # Else the interpreter looks through all that was imported before it ends: a second, where that is Megatron.
-    atexit.register(gc.freeze)
+    atexit.register(end_quickly)
     if arguments and arguments[0].endswith(".py"):
         from megasched.trainer.entry import run_script
 

@@ -14,6 +14,7 @@ from tests.launch.status.test_training_log import line
 # Processor seconds that `megasched --help` may take; the wall clock is the machine's other users' as well.
 HELP_LIMIT = 0.5
 
+NANOBIND = 'made = type("nb_meta", (type,), {"__module__": "nanobind"})'
 HEAVY = ("torch", "transformers", "megatron.core", "numpy")
 
 
@@ -70,13 +71,21 @@ def test_commands_do_without_the_compiler(monkeypatch):
     assert "torch._inductor.compile_fx" not in imported
 
 
-def test_the_end_does_not_look_through_what_was_imported():
+@pytest.mark.parametrize(
+    ("imported", "end"),
+    [("", "frozen True, enabled True"), (NANOBIND, "frozen False, enabled False")],
+    ids=["others", "nanobind"],
+)
+def test_the_end_does_not_look_through_what_was_imported(imported, end):
+    """A library made with nanobind would call leaked what is left."""
     code = (
-        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"  # it is called last
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(f'frozen {gc.get_freeze_count() > 1000}, enabled {gc.isenabled()}'))\n"
+        f"{imported}\n"
         "from megasched.cli import main; main.main()"
     )
     done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "True"
+    assert done.stdout.splitlines()[-1] == end
 
 
 def test_help_is_quick():

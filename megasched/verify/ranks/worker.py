@@ -271,7 +271,7 @@ def main() -> None:
         try:
             request, *details = control.recv()
         except EOFError:
-            return
+            os._exit(0)  # what is frozen would be called leaked (``imports.end_quickly``)
         if request == "fork":
             descriptor = recv_handle(control)
             pid = os.fork()
