@@ -10,7 +10,7 @@ from megasched.errors import ConfigError
 TESTED = {
     "megatron-core": ">=0.19,<0.21",
     "transformers": ">=5.17,<5.25",
-    "torch": ">=2.11,<2.14",
+    "torch": ">=2.11,<2.16",
 }
 
 Judgement = Literal["tested", "older", "newer"]

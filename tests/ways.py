@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from textwrap import dedent, indent
 
+from packaging.version import Version
+from torch import __version__
+
+# From torch 2.15 on, an operation on meta tells of what ``torch.tensor`` makes there. A module that sums up a list
+# as long as the sequence gets the whole of it then; before, it is refused.
+SEES_TENSORS_OF_LISTS = Version(__version__) >= Version("2.15")
+
 _MLP = """
 from transformers.models.llama.modeling_llama import LlamaMLP
 

@@ -76,7 +76,7 @@ def test_a_newer_megatron_has_a_door(capfd: pytest.CaptureFixture[str]) -> None:
     assert "warning: megatron-core 0.21.0 is newer than what megasched was tested" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("package", "newer"), [("torch", "2.14.1"), ("transformers", "5.25.0")])
+@pytest.mark.parametrize(("package", "newer"), [("torch", "2.16.0"), ("transformers", "5.25.0")])
 def test_so_have_other_packages(package: str, newer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = entry.metadata.version
     monkeypatch.setattr(entry.metadata, "version", lambda name: newer if name == package else real(name))
@@ -104,7 +104,7 @@ def test_a_newer_transformers_that_has_moved_a_name_is_refused(monkeypatch: pyte
 def test_a_build_of_ones_own_counts_as_its_release() -> None:
     tested = TESTED["torch"]
     assert judge("2.11.0a0+0123456.nv26.03", tested) == "tested"
-    assert [judge(found, tested) for found in ("2.10.1", "2.11.0", "2.13.2+cu130", "2.14.0.dev20261101")] == [
+    assert [judge(found, tested) for found in ("2.10.1", "2.11.0", "2.15.2+cu130", "2.16.0.dev20261101")] == [
         "older",
         "tested",
         "tested",

@@ -12,6 +12,7 @@ from megasched.analysis.cp.propagate import plan_sequence
 from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.language.tensor_types import ShardDim
 from tests.lowering.models import tiny_model
+from tests.ways import SEES_TENSORS_OF_LISTS
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +132,7 @@ def test_a_number_made_of_the_length_is_refused():
         (lambda x: x * torch.full(x.shape[:2], 1 / x.shape[1], device=x.device)[..., None], "full"),
         (lambda x: x * x.new_full((), 1 / x.shape[1]), "new_full"),
         (lambda x: x / torch.zeros(2 * x.shape[1], device=x.device).add(1).sum(), "zeros"),
-        (lambda x: x / torch.tensor([1.0] * x.shape[1], device=x.device).sum(), "tensor"),
+        (lambda x: x * torch.tensor(1 / x.shape[1], device=x.device), "tensor"),
         (lambda x: x * torch.linspace(0, 1, 5 * x.shape[1], device=x.device)[1], "linspace"),
     ],
 )
@@ -140,6 +141,18 @@ def test_what_is_made_of_the_length_and_is_no_part_of_the_sequence_is_refused(fu
     ((path, what),) = problems(plan(in_mlp(tiny_model("llama"), function)))
     assert path == "model.layers.0.mlp"
     assert what.startswith(f"context parallelism: {operation} goes by the length of the sequence")
+
+
+def test_the_sum_of_a_list_as_long_as_the_sequence_is_refused_or_gets_all_of_it():
+    found = plan(
+        in_mlp(tiny_model("llama"), lambda x: x / torch.tensor([1.0] * x.shape[1], device=x.device).sum())
+    )
+    if SEES_TENSORS_OF_LISTS:
+        assert (set(found.regions), found.problems) == ({f"model.layers.{index}.mlp" for index in range(2)}, [])
+    else:
+        ((path, what),) = problems(found)
+        assert path == "model.layers.0.mlp"
+        assert what.startswith("context parallelism: tensor goes by the length of the sequence")
 
 
 @pytest.mark.parametrize(

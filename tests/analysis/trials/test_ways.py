@@ -15,7 +15,7 @@ from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import remote
-from tests.ways import BY_LENGTH, BY_VALUES
+from tests.ways import BY_LENGTH, BY_VALUES, SEES_TENSORS_OF_LISTS
 
 LAYOUTS = {
     "tp2": ParallelDims(tensor_model_parallel_size=2),
@@ -192,13 +192,21 @@ def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
         ("a filled tensor", "cp2", r"context parallelism: fill_\.Scalar goes by the length of the sequence"),
         ("a tensor of the size between layers", "sp2", "sequence parallelism: full goes by the length"),
         ("a sum of ones between layers", "sp2", "sequence parallelism: ones goes by the length"),
-        ("a list of the size", "cp2", "context parallelism: tensor goes by the length of the sequence"),
         ("a number if long", "cp2", "context parallelism: mul.Tensor goes by the length of the sequence"),
     ],
 )
 def test_what_no_rank_could_know_is_refused(name, layout, words, tmp_path):
     with pytest.raises(ScheduleError, match=words):
         planned(tmp_path, (BY_VALUES | BY_LENGTH)[name], layout)
+
+
+def test_a_list_as_long_as_the_sequence_is_refused_or_gets_all_of_it(tmp_path):
+    if SEES_TENSORS_OF_LISTS:
+        plan = planned(tmp_path, BY_LENGTH["a list of the size"], "cp2")
+        assert set(plan.cp_facts.regions) == {f"model.layers.{index}.mlp" for index in range(2)}
+    else:
+        with pytest.raises(ScheduleError, match="context parallelism: tensor goes by the length of the sequence"):
+            planned(tmp_path, BY_LENGTH["a list of the size"], "cp2")
 
 
 @pytest.mark.parametrize("name", ["by the largest", "how many", "a list", "a tensor of a number"])

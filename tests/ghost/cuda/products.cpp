@@ -135,7 +135,8 @@ GHOST cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAl
 }
 // Of cuBLAS 13.2: Transformer Engine binds its names as it is loaded, and so can't be loaded beside the 13.1 of
 // torch's packages until 2.17 binds them as they are called.
-GHOST cublasStatus_t cublasLtGroupedMatrixLayoutInit_internal(void*, ...) {
+GHOST cublasStatus_t cublasLtGroupedMatrixLayoutInit_internal(cublasLtMatrixLayout_t, size_t, cudaDataType, int,
+                                                              const void*, const void*, const void*) {
     ghost::refuse("cublasLtGroupedMatrixLayoutInit");
     return CUBLAS_STATUS_NOT_SUPPORTED;
 }
