@@ -116,7 +116,7 @@ def _edit_of_replaced(schedule: Schedule, record: Record, modules: Mapping[str, 
     A run's graph has those of the new module, or one call of it, if it is a leaf.
     """
     traced = schedule.root[record.path]
-    if type(modules[record.path]) is not type(traced.mod):  # which is a problem of its trace
+    if type(modules.get(record.path)) is not type(traced.mod):  # which is a problem of its trace
         return None
     prefix, inside = (f"{record.path}." if record.path else ""), traced.below()
     traces = records_where(schedule.records, lambda primitive: primitive.makes_graph)

@@ -266,6 +266,17 @@ def test_an_edit_of_what_another_class_computes_is_refused(model):
     ]
 
 
+def test_an_edit_of_a_graph_that_is_gone_is_refused(model):
+    def fill(sch):
+        sch["0.mlp"].trace(inputs={"x": X})
+        sch["0.mlp"].replace(lambda old: old, subgraph=sch["0.mlp"].find("act.gelu")[0])
+        sch["0"].replace(Around)
+
+    assert [(problem.module, problem.what) for problem in refused(model, fill)] == [
+        ("0.mlp", "trace: there is no such module any more after the replacements")
+    ]
+
+
 class Doubled(nn.Linear):
     """A linear by its class, so that a graph calls it."""
 
