@@ -1,4 +1,4 @@
-"""Random schedules train as plain HF does, or are refused."""
+"""Random schedules train as plain HF does, or are refused by the plan."""
 
 from __future__ import annotations
 
