@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.instances import comparable_state, computes, small_copy, tried_once
-from megasched.language.lora import is_conv1d
+from megasched.language.lora import is_conv1d, is_linear_class
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def is_linear(module: nn.Module) -> bool:
     """
     from torch import nn
 
-    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+    if not is_linear_class(module):
         return False
     if "forward" in vars(module) or module._buffers:
         return False
@@ -53,7 +53,7 @@ def may_be_replaced(module: nn.Module) -> bool:
     """Returns whether a parallel layer may replace a module, so that a graph always calls it."""
     from torch import nn
 
-    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+    return is_linear_class(module) or isinstance(module, nn.Embedding)
 
 
 def _computes_linear(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.linears import is_linear
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import takes_adapter
+from megasched.language.lora import is_linear_class
 from megasched.language.records import caller_source
 from megasched.language.registry import (
     Node,
@@ -290,7 +290,7 @@ class Decompose(Primitive):
 
         if not is_linear(node.mod):
             what = f"decompose takes a Linear, and this is a {type(node.mod).__name__}"
-            what += ", which computes or holds more" if takes_adapter(node.mod) else ""
+            what += ", which computes or holds more" if is_linear_class(node.mod) else ""
             raise ScheduleError(Problem(what, node.path, caller_source()))
         trial = trial_of(node)
         around = [path for path in trial.graphs if node.path.startswith(path + ".") or not path]

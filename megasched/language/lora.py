@@ -39,8 +39,8 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-def takes_adapter(module: nn.Module) -> bool:
-    """Returns whether a module is a linear that an adapter can be added to: torch's, or HF's ``Conv1D``."""
+def is_linear_class(module: nn.Module) -> bool:
+    """Returns whether a module is a linear by its class: torch's, or HF's ``Conv1D``."""
     from torch import nn
 
     return isinstance(module, nn.Linear) or is_conv1d(module)

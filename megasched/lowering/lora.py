@@ -17,7 +17,7 @@ from torch import nn
 
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import DROPOUT, A, B, Lora, is_conv1d, takes_adapter
+from megasched.language.lora import DROPOUT, A, B, Lora, is_conv1d, is_linear_class
 from megasched.language.records import Record
 from megasched.language.schedule import Schedule
 from megasched.weights.lora import initial_value
@@ -78,7 +78,7 @@ def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[P
     except AttributeError:
         what = "adapt: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "adapt a module that stays")]
-    if not takes_adapter(module):
+    if not is_linear_class(module):
         what = f"adapt: after the replacements this is a {type(module).__name__}"
         return [Problem(what, record.path, record.source, "replace it by an nn.Linear, or do not adapt it")]
     if not is_linear(module):

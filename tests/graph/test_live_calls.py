@@ -12,6 +12,7 @@ from megasched.graph.intercept import Limits
 from megasched.graph.traced import trace_module
 from tests.graph.running import graphs_run
 from tests.graph.test_primitives import X, alike, backward, refusal, schedule
+from tests.language.replacing import Doubled
 from tests.lowering.models import Mlp, randomize
 
 
@@ -129,13 +130,6 @@ def test_a_linear_that_is_decomposed_and_one_call_is_refused(ask):
     said = refusal(megasched.build, sch)
     assert "is decomposed, and " in said
     assert "makes it one call in a graph" in said
-
-
-class Doubled(nn.Linear):
-    """A linear by its class, which computes more."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def test_a_linear_that_computes_more_is_not_decomposed():

@@ -11,7 +11,7 @@ import megasched
 from megasched import ScheduleError
 from megasched.lowering.prepare import prepare
 from megasched.plan.record_checks import follow
-from tests.language.replacing import FUSED, Around, Fused, Scale, X, built, refused, schedule
+from tests.language.replacing import FUSED, Around, Doubled, Fused, Scale, X, built, refused, schedule
 from tests.lowering.models import Mlp
 
 # names ------------------------------------------------------------------------------------------------
@@ -275,13 +275,6 @@ def test_an_edit_of_a_graph_that_is_gone_is_refused(model):
     assert [(problem.module, problem.what) for problem in refused(model, fill)] == [
         ("0.mlp", "trace: there is no such module any more after the replacements")
     ]
-
-
-class Doubled(nn.Linear):
-    """A linear by its class, so that a graph calls it."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def test_edits_are_made_beside_what_another_class_computes(model):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasched.errors import Problem, ScheduleError
-from megasched.language.lora import takes_adapter
+from megasched.language.lora import is_linear_class
 from megasched.language.records import caller_source
 from megasched.language.registry import Node, Primitive, register_primitive
 
@@ -44,7 +44,7 @@ class Adapt(Primitive):
     ) -> Mapping[str, Any]:
         what, remedy = "", ""
         before = [r for r in node.root.records if r.primitive == self.name and r.path == node.path]
-        if not takes_adapter(node.mod):
+        if not is_linear_class(node.mod):
             what = f"adapt takes a Linear or HF's Conv1D, and this is a {type(node.mod).__name__}"
             remedy = 'name linears inside it, e.g. sch["**.q_proj"], or sch.role("qkv.*")'
         elif isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

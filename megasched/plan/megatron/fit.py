@@ -128,7 +128,7 @@ class MegatronFit:
         parts: Mapping[str, MegatronCandidate],
         trials: MakeTrials | None,
     ) -> None:
-        self.plan, self.roles = plan, plan.roles
+        self.plan = plan
         self.subjects = {
             path: TrialSubject(part.kind, path, part.layer)
             for path, part in parts.items()
@@ -148,7 +148,7 @@ class MegatronFit:
 
     def _is_described(self, path: str, part: MegatronCandidate) -> bool:
         """Returns whether a spec says how a layer, attention or mixture would be Megatron's."""
-        roles = self.roles
+        roles = self.plan.roles
         if part.kind == "layer":
             layer = roles.layer
             return isinstance(layer, LayerSpec) and self.plan.holds_parameters(f"{path}.{layer.attention.out}")
@@ -164,12 +164,12 @@ class MegatronFit:
         return self._why_not_mixture(path, part) if part.kind == "mixture" else self._why_not_mlp(path, part)
 
     def _why_not_layer(self, layer: str) -> str:
-        plan, block = self.plan, self.roles.layer
+        plan, block = self.plan, self.plan.roles.layer
         if isinstance(block, Declined):
             return block.reason
         mixture = mixture_in(plan, layer)
         if mixture is None and f"{layer}.{block.mlp.down}.weight" not in plan.canonical:
-            return f"it has no linear {block.mlp.down}, and {self.roles.moe}"
+            return f"it has no linear {block.mlp.down}, and {self.plan.roles.moe}"
         if mixture is not None and plan.layout.tp > 1 and not plan.layout.sp:
             return "its mixture of experts wants sequence parallelism where there are TP ranks"
         attention, (inputs, outputs) = block.attention, mlp_of(block, mixture)
@@ -185,7 +185,7 @@ class MegatronFit:
         )
 
     def _why_not_attention(self, path: str, part: MegatronCandidate) -> str:
-        plan, attention = self.plan, self.roles.attention
+        plan, attention = self.plan, self.plan.roles.attention
         if isinstance(attention, Declined):
             return attention.reason
         if path != f"{part.layer}.{attention.module}":
@@ -210,7 +210,7 @@ class MegatronFit:
         return "Transformer Engine has no sinks for packed sequences" if packed else ""
 
     def _why_not_mixture(self, path: str, part: MegatronCandidate) -> str:
-        plan, mixture = self.plan, self.roles.moe
+        plan, mixture = self.plan, self.plan.roles.moe
         if isinstance(mixture, Declined):
             return mixture.reason
         if mixture_in(plan, part.layer) is None or path != f"{part.layer}.{mixture.module}":

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megasched.definition.build import text_config
-from megasched.definition.linears import is_conv1d
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.errors import ConfigError
+from megasched.language.lora import is_linear_class
 from megasched.trainer.flags.model_sizes import (
     EXPERTS_PER_TOKEN,
     FFN,
@@ -188,12 +188,6 @@ def _in_attention(path: str) -> bool:
     return re.search(r"attn|attention", path) is not None
 
 
-def _is_linear(module: nn.Module) -> bool:
-    from torch import nn
-
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
 def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
     """Returns the element counts of the matrices of one MLP; of one routed expert where there are some.
 
@@ -209,7 +203,7 @@ def _mlp_matrices(layer: nn.Module, *, routed: bool) -> list[int]:
         for param in module.parameters(recurse=False):
             if param.dim() == 3 and routed and "conv" not in path:
                 experts.setdefault(path, []).append(param[0].numel())
-            elif param.dim() == 2 and _is_linear(module):
+            elif param.dim() == 2 and is_linear_class(module):
                 parents.setdefault(parent, []).append(param.numel())
     return max((experts or parents).values(), key=sum, default=[])
 
@@ -268,7 +262,7 @@ def _norms(config: PretrainedConfig, layer: nn.Module) -> dict[str, SourcedValue
 
 def _biases(layer: nn.Module) -> dict[str, SourcedValue]:
     """Returns ``add_bias_linear``, for linears outside attention, and ``add_qkv_bias``, for those inside."""
-    linears = [(path, module) for path, module in layer.named_modules() if _is_linear(module)]
+    linears = [(path, module) for path, module in layer.named_modules() if is_linear_class(module)]
     biased = [path for path, module in linears if module.bias is not None]
     attention = [path for path in biased if _in_attention(path)]
     others = [path for path in biased if not _in_attention(path)]
