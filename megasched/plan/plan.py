@@ -92,6 +92,14 @@ class Plan:
         """Returns the paths of all modules that Megatron's own modules compute."""
         return self.blocks | self.attentions | self.mixtures | self.mlps.keys()
 
+    @property
+    def vocabulary(self) -> frozenset[str]:
+        """Returns the names of the tensors whose rows are a vocabulary, which another run may pad."""
+        ends = {path for path in self.ends if path is not None}
+        of_ends = {name for own, name in self.canonical.items() if own.rpartition(".")[0] in ends}
+        placed = self.placements.items()
+        return frozenset(one.name for name, one in placed if one.padded is not None or name in of_ends)
+
     def in_block(self, path: str) -> bool:
         """Returns whether the module at ``path`` is inside one of ``by_megatron``."""
         ours = (self.blocks, self.attentions, self.mixtures, self.mlps)

@@ -380,7 +380,8 @@ class ScheduledModel(MegatronModule):
         for name, (parameter, assembly) in self._checkpointed().items():
             copy = getattr(parameter, "shared", False)  # of what another stage writes
             owner = self.shard_owner(assembly, dp_rank)
-            entries[prefix + _PREFIX + name] = sharded_entry(parameter, assembly, owner, copy=copy)
+            entry = sharded_entry(parameter, assembly, owner, copy=copy, vocabulary=self.plan.vocabulary)
+            entries[prefix + _PREFIX + name] = entry
         for name, entry in self._buffers_saved.entries(self.pg_collection.tp.rank(), dp_rank).items():
             entries[prefix + _PREFIX + name] = entry
         return entries

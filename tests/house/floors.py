@@ -148,6 +148,7 @@ LATE: dict[str, str] = {
     "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/load_check.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
+    "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/gradient_buffers.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/source.py": _SEAM,
 }

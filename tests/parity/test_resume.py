@@ -209,3 +209,63 @@ def test_plain_states_of_experts_stay_at_their_ep(ranks, tmp_path):
         ranks.run(1, train, folder, loading, **options)
     (report,) = ranks.run(1, train, folder, [*loading, "--no-load-optim"], **options | {"iterations": 2})
     assert len(report.losses) == 1
+
+
+BLOCK = """
+from megasched.model_adapters.default_schedule import schedule as default
+
+
+def schedule(sch, layout):
+    default(sch, layout)
+    sch["model.layers.*"].level("block")
+"""
+
+
+def test_states_in_pieces_of_buffers_stay_where_they_are(ranks, tmp_path):
+    folder, save = tiny.save("llama", tmp_path / "model"), str(tmp_path / "ckpt")
+    flags = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
+    tp2 = ["--tensor-model-parallel-size", "2", *flags]
+    whole = ranks.run(1, train, folder, flags, iterations=END)
+    ranks.run(2, train, folder, [*tp2, "--save", save, "--save-interval", str(STOP)], iterations=STOP)
+    said = (
+        r"CheckpointError: .*: written at TP 2 x PP 1, loaded at TP 1 x PP 1: .*--no-load-optim; .*"
+        r"--dist-ckpt-optim-fully-reshardable"
+    )
+    with pytest.raises(RankError, match=said):
+        ranks.run(1, train, folder, [*flags, "--load", save], iterations=END)
+    for world in (2, 4):  # DP 1 and 2
+        resumed = ranks.run(world, train, folder, [*tp2, "--load", save], iterations=END)
+        assert_same_run(resumed, whole, tp=2, skip=STOP)
+    (file := tmp_path / "block.py").write_text(BLOCK)
+    with pytest.raises(
+        RankError, match=r"CheckpointError: .*: written with gradients elsewhere .*--no-load-optim"
+    ):
+        ranks.run(2, train, folder, [*tp2, "--load", save], iterations=END, schedule=str(file))
+    (alone,) = ranks.run(1, train, folder, [*flags, "--load", save, "--no-load-optim"], iterations=END)
+    assert alone.losses[0] == pytest.approx(losses(whole)[STOP], rel=2e-6)
+
+
+WHOLE_ENDS = """
+def schedule(sch, layout):
+    sch["model.layers.*.mlp.gate_proj"].shard("weight", axis=0)
+    sch["model.layers.*.mlp.up_proj"].shard("weight", axis=0)
+    sch["model.layers.*.mlp.down_proj"].shard("weight", axis=1)
+"""
+
+
+@pytest.mark.parametrize("first", ["padded", "whole"])
+def test_resume_where_one_run_alone_pads_the_vocabulary(ranks, tmp_path, first):
+    """With files of single steps beside the checkpoints, which have names of Megatron's older format."""
+    folder, save = tiny.save("llama", tmp_path / "model", vocab_size=99), str(tmp_path / "ckpt")
+    (file := tmp_path / "whole.py").write_text(WHOLE_ENDS)
+    tp2 = ["--tensor-model-parallel-size", "2", *SAVE]
+    at = {"padded": {"schedule": "auto"}, "whole": {"schedule": str(file)}}
+    then = "whole" if first == "padded" else "padded"
+    whole = ranks.run(1, train, folder, SAVE, iterations=END)
+    saving = ["--save", save, "--save-interval", str(STOP), "--save-params-interval", "1"]
+    ranks.run(2, train, folder, [*tp2, *saving], iterations=STOP, **at[first])
+    resumed = ranks.run(2, train, folder, [*tp2, "--load", save], iterations=END, **at[then])
+    assert_same_run(resumed, whole, tp=2, skip=STOP)
+    ranks.run(1, tiny.save, "llama", str(tmp_path / "other"), vocab_size=99, hidden_size=64)
+    with pytest.raises(RankError, match=r"CheckpointError: the checkpoint .* does not fit the model"):
+        ranks.run(2, train, str(tmp_path / "other"), [*tp2, "--load", save], iterations=END)

@@ -23,7 +23,12 @@ def saving(save, *more):
     return [*FLAGS, "--save", str(save), "--save-interval", "1", *more]
 
 
-@pytest.mark.parametrize("kind", [[], ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"])
+ASYNC = ["--async-save", "--async-strategy", "mcore"]
+
+
+@pytest.mark.parametrize(
+    "kind", [[], ASYNC, slow([*ASYNC, "--use-persistent-ckpt-worker"])], ids=["at-once", "async", "worker"]
+)
 def test_saved_aside_and_published(ranks, tmp_path, kind):
     folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
     whole = ranks.run(2, train, folder, FLAGS, iterations=4)
@@ -66,9 +71,7 @@ def train_until_taken_over(folder, flags, save, at):
         training.train_step = step
 
 
-@pytest.mark.parametrize(
-    "kind", [slow([]), ["--async-save", "--async-strategy", "mcore"]], ids=["at-once", "async"]
-)
+@pytest.mark.parametrize("kind", [slow([]), ASYNC], ids=["at-once", "async"])
 def test_a_run_whose_folder_was_taken_over_ends_and_changes_nothing(ranks, tmp_path, kind):
     folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
     with pytest.raises(RankError, match="another run has taken this folder over: Slurm job 7, restart 1"):

@@ -18,15 +18,18 @@ def loss_of_each_label(logits: torch.Tensor, labels: torch.Tensor, vocab_size: i
     """Returns the loss of each label, [...] float32, contiguous.
 
     Args:
-        logits: [..., v / tp] float32; may be written to.
+        logits: [..., v / tp], of any floating dtype; they stay as they are, as hooks on the head may hold them.
         labels: [...], an id of the vocabulary, or any other where the loss is not used.
         vocab_size: real size of the vocabulary; columns past it are padding and take no part in the softmax, so
             that the loss does not depend on TP.
     """
     real = vocab_size - group.rank() * logits.shape[-1]
+    own = logits.float()
     if real < logits.shape[-1]:
-        logits = _mask(logits, max(real, 0))
-    return vocab_parallel_cross_entropy(logits, labels, tp_group=group).contiguous()
+        own = _mask(own, max(real, 0))
+    elif logits.dtype == torch.float32:
+        own = logits.clone()  # Megatron writes into them
+    return vocab_parallel_cross_entropy(own, labels, tp_group=group).contiguous()
 
 
 def _mask(logits: torch.Tensor, real: int) -> torch.Tensor:
@@ -72,8 +75,7 @@ class ParallelCrossEntropy(nn.Module):
             ranks = "one rank" if group is None else f"each of {group.size()} ranks"
             raise ValueError(f"the logits have {columns} columns on {ranks}, and vocab_size is {self.vocab_size}")
         else:
-            own = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            each = loss_of_each_label(own, labels, self.vocab_size, group).masked_fill(~counted, 0)
+            each = loss_of_each_label(logits, labels, self.vocab_size, group).masked_fill(~counted, 0)
         if self.reduction == "none":
             return each
         return each.sum() / counted.sum() if self.reduction == "mean" else each.sum()

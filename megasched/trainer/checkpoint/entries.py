@@ -6,7 +6,7 @@ the model's entries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -41,7 +41,12 @@ class ShardOwner(NamedTuple):
 
 
 def sharded_entry(
-    parameter: torch.Tensor, assembly: ParamMapping, place: ShardOwner, *, copy: bool = False
+    parameter: torch.Tensor,
+    assembly: ParamMapping,
+    place: ShardOwner,
+    *,
+    copy: bool = False,
+    vocabulary: Collection[str] = (),
 ) -> ShardedTensor | ShardedTensorFactory:
     """Returns the checkpoint entry of what this rank holds in one parameter.
 
@@ -50,9 +55,13 @@ def sharded_entry(
         assembly: mapping to the HF tensors that it is made of; gives the keys.
         place: place of this rank.
         copy: whether it is the copy of a tied parameter that another stage writes.
+        vocabulary: names of tensors whose rows are a vocabulary, which a checkpoint may have with padding.
     """
     rank, size, replica = place
-    parts = [_Part(placement, rank, size, (int(copy), *replica)) for placement in assembly.parts]
+    parts = [
+        _Part(placement, rank, size, (int(copy), *replica), placement.name in vocabulary)
+        for placement in assembly.parts
+    ]
     if assembly.entry is not None and not assembly.rearranged:
         return parts[0].entry(parts[0].placement.name, parameter)
     if len(parts) == 1 and parts[0].regular and not assembly.rearranged:
@@ -90,22 +99,20 @@ class _Part:
     others, and slices of a stacked tensor, are one entry.
     """
 
-    def __init__(self, placement: Placement, rank: int, size: int, replica: ReplicaId) -> None:
+    def __init__(
+        self, placement: Placement, rank: int, size: int, replica: ReplicaId, of_vocabulary: bool
+    ) -> None:
         self.placement, self.rank, self.size, self.replica = placement, rank, size, replica
+        self.of_vocabulary = of_vocabulary
         self.regular = not placement.sharded or (len(placement.component_sizes) == 1 and not placement.transposed)
         self.count = 1 if self.regular else len(self._offsets())
 
     def tensor(self, key: str, local: torch.Tensor) -> ShardedTensor:
         """Returns the one entry of a regular piece."""
         placement = self.placement
-        if not placement.sharded:
-            return ShardedTensor.from_rank_offsets(key, local, replica_id=self.replica)
+        cuts = [(placement.axis, self.rank, self.size)] if placement.sharded else []
         return ShardedTensor.from_rank_offsets(
-            key,
-            local,
-            (placement.axis, self.rank, self.size),
-            replica_id=self.replica,
-            allow_shape_mismatch=placement.padded is not None,
+            key, local, *cuts, replica_id=self.replica, allow_shape_mismatch=self.of_vocabulary
         )
 
     def entry(self, key: str, local: torch.Tensor) -> ShardedTensor:

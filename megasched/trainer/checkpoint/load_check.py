@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megasched.errors import CheckpointError, MegaschedError
 from megasched.language.lora import A, B
-from megasched.plan.placement import Placement
-from megasched.reading.tracker import RELEASE, read_tracker
+from megasched.reading.tracker import RELEASE, last_folder
 from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
+from megasched.trainer.checkpoint.gradient_buffers import digest_of
 from megasched.trainer.checkpoint.source import loaded_folder
 from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 from megasched.trainer.session import Session
@@ -36,8 +37,8 @@ ADAPTER = re.compile(rf"\.(?:{A}|{B})\.")
 # Megatron's names of optimizer states that lie as the gradient buffers do, and why those may not fit.
 BUFFERS = "optimizer.distributed.dp_group_idx"
 BOUND = (
-    "its optimizer's states lie as the gradients of that run lay in memory: they fit the same layout and the same "
-    "trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
+    "its optimizer's states lie as the gradients of that run lay in memory: they fit the same layout, schedule "
+    "and trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
     "--dist-ckpt-optim-fully-reshardable"
 )
 
@@ -61,11 +62,12 @@ def loaded(
     if found_in is None or folder is None:
         return load()
     found: list[Any] = [None]
+    resumes = not (found_in[1] or args.no_load_optim)
+    if resumes and args.use_distributed_optimizer:
+        args.gradient_buffers = digest_of(models)
     if torch.distributed.get_rank() == 0:
         try:
-            resumes = not (found_in[1] or args.no_load_optim)
-            states_at = args.expert_model_parallel_size if resumes else None
-            found = [check(folder, session, starts_anew=found_in[1], states_at=states_at)]
+            found = [check(folder, session, starts_anew=found_in[1], states_in=args if resumes else None)]
         except MegaschedError as error:
             found = [error]
     torch.distributed.broadcast_object_list(found, src=0)
@@ -85,24 +87,44 @@ def loaded(
     return result
 
 
-def _refuse_plain_states_of_experts(folder: Path, written: Any, ep: int) -> None:
-    """Refuses states without the distributed optimizer where EP is above 1 on one side of the checkpoint alone.
+def _refuse_states(folder: Path, common: Mapping[str, Any], run: Any) -> None:
+    """Refuses states of an optimizer that fit other layouts than that of the run.
 
-    Experts have an optimizer of their own above EP 1; such states know their parameters by numbers in it.
+    Experts have an optimizer of their own above EP 1: without the distributed optimizer states know their
+    parameters by numbers in it. With it, but not ``fully_reshardable``, states lie in pieces of gradient buffers,
+    which Megatron refuses at another TP or PP (``checkpointing.py:2246``), and names a flag that is on anyway.
 
     Args:
-        written: Megatron's arguments in the checkpoint; None where there are none.
-        ep: of the run that loads it.
+        common: what the checkpoint holds once.
+        run: Megatron's arguments of the run.
 
     Raises:
         CheckpointError: for these.
     """
-    before = getattr(written, "expert_model_parallel_size", ep)
-    if (before > 1) != (ep > 1) and not getattr(written, "use_distributed_optimizer", True):
+    written = common.get("args")
+    if getattr(written, "no_save_optim", False):
+        return
+    if not getattr(written, "use_distributed_optimizer", True):
+        before, ep = getattr(written, "expert_model_parallel_size", 1), run.expert_model_parallel_size
+        if (before > 1) != (ep > 1):
+            raise CheckpointError(
+                f"{folder}: its optimizer's states are of EP {before}, written without "
+                f"--use-distributed-optimizer; they can't be resumed at EP {ep}. Resume it with --no-load-optim; "
+                "states for any EP are written with "
+                "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+            )
+        return
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    at, now = ("TP {} x PP {}".format(*(getattr(one, size, 1) for size in sizes)) for one in (written, run))
+    bound = form is not None and form not in DistributedOptimizer.checkpoint_fully_reshardable_formats
+    if not bound or not run.use_distributed_optimizer:
+        return
+    if at != now:
+        raise CheckpointError(f"{folder}: written at {at}, loaded at {now}: {BOUND}")
+    if getattr(written, "gradient_buffers", None) != run.gradient_buffers:
         raise CheckpointError(
-            f"{folder}: its optimizer's states are of EP {before}, written without --use-distributed-optimizer; "
-            f"they can't be resumed at EP {ep}. Resume it with --no-load-optim; states for any EP are written "
-            "with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+            f"{folder}: written with gradients elsewhere in their buffers than this run's: {BOUND}"
         )
 
 
@@ -149,8 +171,9 @@ def _checkpoint(args: Namespace, load: Path) -> Path | None:
     """Returns the ``--save`` folder, or the checkpoint in it, that Megatron reads; None of its older format."""
     step = getattr(args, "ckpt_step", None)
     folder = load / f"iter_{step:07d}" if step else load
-    last = load / RELEASE if read_tracker(load) == RELEASE else folder
-    return None if any(last.glob("**/mp_rank_*")) else folder
+    written = folder if step else last_folder(load)
+    # Beside checkpoints, ``--save-params-interval`` and its like keep files of these names in a --save folder.
+    return None if any(written.glob("mp_rank_*")) else folder
 
 
 @dataclass(frozen=True)
@@ -167,13 +190,13 @@ class Checked:
     heads: int | None
 
 
-def check(load: Path, session: Session, *, starts_anew: bool, states_at: int | None = None) -> Checked:
+def check(load: Path, session: Session, *, starts_anew: bool, states_in: Any = None) -> Checked:
     """Checks a checkpoint by its metadata alone.
 
     Args:
         load: a ``--save`` folder or one of its checkpoints.
         starts_anew: the run takes the weights and begins at iteration 0.
-        states_at: EP at which the optimizer's states are loaded; None where they are not.
+        states_in: Megatron's arguments of a run that loads the optimizer's states, too; otherwise None.
 
     Raises:
         CheckpointError: it is not complete, damaged, or names and shapes are not those of the model; the run goes
@@ -189,6 +212,7 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_at: int | N
         )
     stored = checkpoint.model
     wanted = {placement.name: placement for placement in session.plan.placements.values()}
+    vocabulary = session.plan.vocabulary
     buffers = persistent_buffers(session.definition)
     args = common.get("args")
     anew = starts_anew or folder.name == RELEASE
@@ -200,7 +224,9 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_at: int | N
         "of another shape": [
             f"{name}: {list(stored[name].shape)} in the checkpoint, {list(placement.shape)} in the model"
             for name, placement in wanted.items()
-            if name in stored and not _fits(stored[name].shape, placement, args)
+            if name in stored
+            and stored[name].shape != placement.shape
+            and not (name in vocabulary and _fits(stored[name].shape, placement.shape, args))
         ],
     }
     if any(wrong.values()):
@@ -208,8 +234,8 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_at: int | N
         for title, names in wrong.items():
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
         raise CheckpointError("\n".join(lines))
-    if states_at is not None:
-        _refuse_plain_states_of_experts(folder, args, states_at)
+    if states_in is not None:
+        _refuse_states(folder, common, states_in)
     compare_config = tell_of_another_config if anew else refuse_another_config
     compare_config(folder, session.definition.config)
     return Checked(begins, _heads(session, args))
@@ -224,8 +250,6 @@ def _heads(session: Session, args: Any) -> int | None:
     return heads if heads == getattr(args, "num_attention_heads", None) else None
 
 
-def _fits(found: tuple[int, ...], placement: Placement, args: Any) -> bool:
-    """Returns whether a stored tensor can be a parameter; a vocabulary may have the padding of its writer."""
-    if found == placement.shape or placement.padded is None or len(found) != len(placement.shape):
-        return found == placement.shape
-    return found[1:] == placement.shape[1:] and found[0] in padded_lengths(placement.shape[0], args)
+def _fits(found: tuple[int, ...], shape: tuple[int, ...], args: Any) -> bool:
+    """Returns whether a stored tensor over a vocabulary can be a parameter: it may have its writer's padding."""
+    return found[1:] == shape[1:] and found[0] in padded_lengths(shape[0], args)

@@ -96,6 +96,8 @@ DROPPED = {
     "--log-energy": _PROFILER,
     "--log-device-memory-used": _PROFILER,
     "--enable-ft-package": "its heartbeats belong to the cluster's launcher",
+    "--ckpt-fully-parallel-load-exchange-algo": "gloo gathers no tensors of several shapes",
+    "--use-persistent-ckpt-worker": "the process that it keeps for saving looks for a GPU",
 }
 
 

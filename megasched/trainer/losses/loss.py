@@ -33,15 +33,15 @@ class VocabParallelLoss:
         """Returns the loss of each label.
 
         Args:
-            logits: [b, s, v / tp] (or [b, s, v]; [b, v] of images); may be written to.
+            logits: [b, s, v / tp] (or [b, s, v]; [b, v] of images), of any floating dtype.
             labels: [b, s] (or [b]), the id that belongs at each position.
 
         Returns:
             float32, contiguous, in the shape of the labels.
         """
-        logits = logits.float()
         if self._is_whole(logits):
-            return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+            rows = logits.float().flatten(0, -2)
+            return F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
         return loss_of_each_label(logits, labels, self.vocab_size, self.group)
 
     def _is_whole(self, logits: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from megasched.patches.registry import Patch
 registry.declare(
     __name__,
     *("arguments", "model_flops", "run_trace", "one_writer", "hang_watch", "load_check", "data_check"),
-    *("weight_decay", "context_parallel_loss", "expert_optimizer", "model_builder"),
+    *("weight_decay", "context_parallel_loss", "expert_optimizer", "model_builder", "saved_tensors"),
 )
 
 

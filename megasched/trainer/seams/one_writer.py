@@ -47,12 +47,16 @@ def _claimed(setup: Function) -> Function:
     def claimed(*given: Any, **named: Any) -> Any:
         from megatron.training.global_vars import get_args
 
+        from megasched.trainer.checkpoint.gradient_buffers import digest_of
         from megasched.trainer.checkpoint.one_writer import FORMAT, OneWriter
 
         args = get_args()
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
-        return setup(*given, **named)
+        found = setup(*given, **named)
+        if _writers and has_session() and args.use_distributed_optimizer:
+            args.gradient_buffers = digest_of(found[0])  # kept in each checkpoint, with the other arguments
+        return found
 
     return claimed
 
