@@ -16,7 +16,8 @@ from tests.parity.cases import slow
 from tests.parity.mixtures import small_model
 from tests.parity.steps import assert_same_run
 
-SAVE = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+DISTRIBUTED = "--use-distributed-optimizer"
+SAVE = [DISTRIBUTED, "--ckpt-format", "torch_dist"]
 SAVE += ["--dist-ckpt-optim-fully-reshardable", "--override-opt-param-scheduler"]
 STOP, END = 2, 4
 
@@ -211,6 +212,26 @@ def test_plain_states_of_experts_stay_at_their_ep(ranks, tmp_path):
     assert len(report.losses) == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "of"),
+    [
+        ("", DISTRIBUTED, f"adam without {DISTRIBUTED}, and this run has --optimizer adam {DISTRIBUTED}"),
+        slow(DISTRIBUTED, "", f"adam {DISTRIBUTED}, and this run has --optimizer adam without {DISTRIBUTED}"),
+        slow("", "--optimizer sgd", f"adam without {DISTRIBUTED}, and this run has --optimizer sgd without"),
+    ],
+    ids=["plain", "distributed", "adam"],
+)
+def test_states_of_another_optimizer_are_refused(ranks, tmp_path, first, then, of):
+    folder, save = tiny.save("llama", tmp_path / "model"), str(tmp_path / "ckpt")
+    always = ["--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
+    ranks.run(1, train, folder, [*always, *first.split(), "--save", save, "--save-interval", "1"], iterations=1)
+    loading = [*always, *then.split(), "--load", save]
+    with pytest.raises(RankError, match=rf"CheckpointError: .* states are of --optimizer {of}.*--no-load-optim"):
+        ranks.run(1, train, folder, loading, iterations=2)
+    (report,) = ranks.run(1, train, folder, [*loading, "--no-load-optim"], iterations=2)
+    assert len(report.losses) == 1
+
+
 BLOCK = """
 from megasched.model_adapters.default_schedule import schedule as default
 
@@ -223,7 +244,7 @@ def schedule(sch, layout):
 
 def test_states_in_pieces_of_buffers_stay_where_they_are(ranks, tmp_path):
     folder, save = tiny.save("llama", tmp_path / "model"), str(tmp_path / "ckpt")
-    flags = ["--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
+    flags = [DISTRIBUTED, "--ckpt-format", "torch_dist", "--override-opt-param-scheduler"]
     tp2 = ["--tensor-model-parallel-size", "2", *flags]
     whole = ranks.run(1, train, folder, flags, iterations=END)
     ranks.run(2, train, folder, [*tp2, "--save", save, "--save-interval", str(STOP)], iterations=STOP)
@@ -238,7 +259,7 @@ def test_states_in_pieces_of_buffers_stay_where_they_are(ranks, tmp_path):
         assert_same_run(resumed, whole, tp=2, skip=STOP)
     (file := tmp_path / "block.py").write_text(BLOCK)
     with pytest.raises(
-        RankError, match=r"CheckpointError: .*: written with gradients elsewhere .*--no-load-optim"
+        RankError, match=r"CheckpointError: .* was written with gradients elsewhere .*--no-load-optim"
     ):
         ranks.run(2, train, folder, [*tp2, "--load", save], iterations=END, schedule=str(file))
     (alone,) = ranks.run(1, train, folder, [*flags, "--load", save, "--no-load-optim"], iterations=END)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -57,14 +56,13 @@ def loaded(
     Raises:
         CheckpointError: on every rank, if the checkpoint is not complete, is damaged, or does not fit the model.
     """
+    args.gradient_buffers = digest_of(models)
     found_in = loaded_folder(args, load_arg)
     folder = None if found_in is None else _checkpoint(args, found_in[0])
     if found_in is None or folder is None:
         return load()
     found: list[Any] = [None]
     resumes = not (found_in[1] or args.no_load_optim)
-    if resumes and args.use_distributed_optimizer:
-        args.gradient_buffers = digest_of(models)
     if torch.distributed.get_rank() == 0:
         try:
             found = [check(folder, session, starts_anew=found_in[1], states_in=args if resumes else None)]
@@ -87,45 +85,71 @@ def loaded(
     return result
 
 
-def _refuse_states(folder: Path, common: Mapping[str, Any], run: Any) -> None:
+def _refuse_states(folder: Path, written: Any, run: Any) -> None:
     """Refuses states of an optimizer that fit other layouts than that of the run.
 
     Experts have an optimizer of their own above EP 1: without the distributed optimizer states know their
-    parameters by numbers in it. With it, but not ``fully_reshardable``, states lie in pieces of gradient buffers,
-    which Megatron refuses at another TP or PP (``checkpointing.py:2246``), and names a flag that is on anyway.
+    parameters by numbers in it. With it, states may lie in pieces of gradient buffers; Megatron refuses those at
+    another TP or PP (``checkpointing.py:2246``), and names a flag that is on anyway.
 
     Args:
-        common: what the checkpoint holds once.
-        run: Megatron's arguments of the run.
+        written: Megatron's arguments in the checkpoint; None where there are none.
+        run: those of the run that loads it.
 
     Raises:
         CheckpointError: for these.
     """
-    written = common.get("args")
     if getattr(written, "no_save_optim", False):
         return
-    if not getattr(written, "use_distributed_optimizer", True):
-        before, ep = getattr(written, "expert_model_parallel_size", 1), run.expert_model_parallel_size
-        if (before > 1) != (ep > 1):
-            raise CheckpointError(
-                f"{folder}: its optimizer's states are of EP {before}, written without "
-                f"--use-distributed-optimizer; they can't be resumed at EP {ep}. Resume it with --no-load-optim; "
-                "states for any EP are written with "
-                "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-            )
-        return
-    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    by, now_by = _optimizer(written), _optimizer(run)
+    if written is not None and by != now_by:
+        raise CheckpointError(
+            f"{folder}: its optimizer's states are of {by}, and this run has {now_by}. Say the flags that it was "
+            "written with, or begin with other states: --no-load-optim"
+        )
+    before, ep = getattr(written, "expert_model_parallel_size", 1), run.expert_model_parallel_size
+    if (before > 1) != (ep > 1) and not getattr(written, "use_distributed_optimizer", True):
+        raise CheckpointError(
+            f"{folder}: its optimizer's states are of EP {before}, written without --use-distributed-optimizer; "
+            f"they can't be resumed at EP {ep}. Resume it with --no-load-optim; states for any EP are written "
+            "with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+        )
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     at, now = ("TP {} x PP {}".format(*(getattr(one, size, 1) for size in sizes)) for one in (written, run))
-    bound = form is not None and form not in DistributedOptimizer.checkpoint_fully_reshardable_formats
-    if not bound or not run.use_distributed_optimizer:
-        return
-    if at != now:
+    if at != now and _in_buffers(written):
         raise CheckpointError(f"{folder}: written at {at}, loaded at {now}: {BOUND}")
-    if getattr(written, "gradient_buffers", None) != run.gradient_buffers:
-        raise CheckpointError(
-            f"{folder}: written with gradients elsewhere in their buffers than this run's: {BOUND}"
-        )
+    refuse_other_buffers(written, run)
+
+
+def refuse_other_buffers(written: Any, run: Any) -> None:
+    """Refuses states that lie as gradients did, where those of the run lie otherwise.
+
+    Args:
+        written, run: Megatron's arguments of the run that has written a checkpoint, and of the one that loads it.
+
+    Raises:
+        CheckpointError: for these.
+    """
+    if _in_buffers(written) and getattr(written, "gradient_buffers", None) != run.gradient_buffers:
+        what = "the checkpoint was written with gradients elsewhere in their buffers than this run's"
+        raise CheckpointError(f"{what}: {BOUND}")
+
+
+def _optimizer(args: Any) -> str:
+    """Returns the flags that say whose states a run has."""
+    distributed = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+    flags = [f"--{name.replace('_', '-')}" for name in distributed if getattr(args, name, False)]
+    flags = flags or [f"without --{distributed[0].replace('_', '-')}"]
+    return " ".join([f"--optimizer {getattr(args, 'optimizer', '')}", *flags])
+
+
+def _in_buffers(written: Any) -> bool:
+    """Returns whether a checkpoint has states that lie as gradients did, by the arguments in it."""
+    distributed = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+    named = ("no_save_optim", "dist_ckpt_optim_fully_reshardable")
+    return any(getattr(written, one, False) for one in distributed) and not any(
+        getattr(written, one, False) for one in named
+    )
 
 
 def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
@@ -235,7 +259,7 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_in: Any = N
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
         raise CheckpointError("\n".join(lines))
     if states_in is not None:
-        _refuse_states(folder, common, states_in)
+        _refuse_states(folder, args, states_in)
     compare_config = tell_of_another_config if anew else refuse_another_config
     compare_config(folder, session.definition.config)
     return Checked(begins, _heads(session, args))

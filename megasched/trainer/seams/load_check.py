@@ -9,11 +9,12 @@ from megasched.attributes import Undo, resolve, set_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 
-_TARGET = "megatron.training.training:load_checkpoint"
+_LOAD = "megatron.training.training:load_checkpoint"
+_ARGUMENTS = "megatron.training.checkpointing:check_checkpoint_args"
 
 
-def _change() -> Undo:
-    load = resolve(_TARGET)
+def _change() -> list[Undo]:
+    load, check_arguments = resolve(_LOAD), resolve(_ARGUMENTS)
 
     @wraps(load)
     def load_checked(ddp_model: Any, *given: Any, load_arg: str = "load", **named: Any) -> Any:
@@ -27,17 +28,33 @@ def _change() -> Undo:
             return call()
         return loaded(call, ddp_model, args, get_session(), load_arg)
 
-    return set_attribute(_TARGET, load_checked)
+    @wraps(check_arguments)
+    def arguments_checked(checkpoint_args: Any, *given: Any, **named: Any) -> Any:
+        """Checks those that stand in no ``--save`` folder, too (``--non-persistent-ckpt-type local``)."""
+        from megatron.training.global_vars import get_args
+
+        from megasched.trainer.checkpoint.load_check import refuse_other_buffers
+
+        args = get_args()
+        if hasattr(args, "gradient_buffers") and not args.no_load_optim:
+            refuse_other_buffers(checkpoint_args, args)
+        return check_arguments(checkpoint_args, *given, **named)
+
+    return [set_attribute(_LOAD, load_checked), set_attribute(_ARGUMENTS, arguments_checked)]
 
 
 PATCH = Patch(
     name="load_check",
-    targets=(_TARGET,),
+    targets=(_LOAD, _ARGUMENTS),
     why=(
         "megatron/core/dist_checkpointing/serialization.py:152 loads without looking for keys that are too many, "
         "stops at the first one that is missing, and a damaged file is a traceback that does not name it; "
-        "megatron/training/checkpointing.py:365 ends with status 0 where the tracker is damaged"
+        "megatron/training/checkpointing.py:365 ends with status 0 where the tracker is damaged; states of an "
+        "optimizer that lie as gradients do (:505) are read by a run in which gradients lie otherwise"
     ),
     change=_change,
-    signature={_TARGET: ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg")},
+    signature={
+        _LOAD: ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
+        _ARGUMENTS: ("checkpoint_args",),
+    },
 )
