@@ -34,8 +34,8 @@ class Plan:
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
         renamed: parameter or buffer to which replacements have given another name -> its name in the definition.
-        ends: paths of the embedding of tokens and of the head over the vocabulary; None for one that there is not,
-            or that has no ``weight`` after replacements.
+        ends: names of the tables of the embedding of tokens and of the head over the vocabulary after
+            replacements; None for one that there is not, or that a replacement made of several tensors.
         structure: the layer stack; None for a model that is not a causal language model.
         tp_facts: facts that follow from the placements.
         cp_facts: facts of context parallelism; None without.
@@ -93,9 +93,14 @@ class Plan:
         return self.blocks | self.attentions | self.mixtures | self.mlps.keys()
 
     @property
+    def head(self) -> str | None:
+        """Returns the path of the head over the vocabulary; None without one."""
+        return None if self.ends[1] is None else self.ends[1].rpartition(".")[0]
+
+    @property
     def vocabulary(self) -> frozenset[str]:
         """Returns the names of the tensors whose rows are a vocabulary, which another run may pad."""
-        ends = {path for path in self.ends if path is not None}
+        ends = {name.rpartition(".")[0] for name in self.ends if name is not None}
         of_ends = {name for own, name in self.canonical.items() if own.rpartition(".")[0] in ends}
         placed = self.placements.items()
         return frozenset(one.name for name, one in placed if one.padded is not None or name in of_ends)

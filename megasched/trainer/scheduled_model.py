@@ -150,7 +150,7 @@ class ScheduledModel(MegatronModule):
         See megatron/core/models/common/language_module/language_module.py.
         """
         canonical = self.plan.canonical
-        names = [f"{path}.weight" for path in self.plan.ends if path is not None]
+        names = [name for name in self.plan.ends if name is not None]
         tied = len(names) == 2 and canonical[names[0]] == canonical[names[1]]
         shared = tied and self._trained[canonical[names[0]]]  # of a frozen one there is no gradient to sum
         self.share_embeddings_and_output_weights = shared
@@ -166,7 +166,7 @@ class ScheduledModel(MegatronModule):
     def _share(self, stages: Sequence[Stage]) -> None:
         """Marks parameters that stages share as Megatron marks the tied embedding, so that one copy counts."""
         canonical = self.plan.canonical
-        ends = {canonical[f"{path}.weight"] for path in self.plan.ends if path is not None}
+        ends = {canonical[name] for name in self.plan.ends if name is not None}
         shared = shared_parameters(self.plan, stages)
         tied = ends if self.share_embeddings_and_output_weights else set()
         self._shared = {name: owner for name, owner in shared.items() if name not in tied}
@@ -187,8 +187,8 @@ class ScheduledModel(MegatronModule):
     def _weights(self) -> list[nn.Parameter | None]:
         """Returns the weights of the embedding and of the head; None for one that is not of this stage."""
         here = zip(self.plan.ends, (self.stage.first, self.stage.last), strict=True)
-        paths = [path if is_here else None for path, is_here in here]
-        return [None if path is None else self.definition.get_parameter(f"{path}.weight") for path in paths]
+        names = [name if is_here else None for name, is_here in here]
+        return [None if name is None else self.definition.get_parameter(name) for name in names]
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """Returns the tied weight on this stage, whose gradient Megatron sums over the embedding group."""

@@ -164,7 +164,7 @@ def test_what_an_adapter_knows_goes_where_the_module_goes(tmp_path):
     assert plan.cuts == {moved(path): cut for path, cut in plain.cuts.items()}
     assert plan.roles.local_attributes == {moved(p): names for p, names in plain.roles.local_attributes.items()}
     assert plan.tp_facts.logits == plain.tp_facts.logits == {"lm_head"}
-    assert plan.ends == plain.ends == ("model.embed_tokens", "lm_head")
+    assert plan.ends == plain.ends == ("model.embed_tokens.weight", "lm_head.weight")
     assert plan.roles.mlps.keys() == {moved(path) for path in plain.roles.mlps}
     assert plan.placements["model.layers.1.mlp.inner.up_proj.weight"].name == "model.layers.1.mlp.up_proj.weight"
 
@@ -176,4 +176,4 @@ def test_the_embedding_is_known_where_hf_does_not_find_it(tmp_path):
     session = open_session(f"{tmp_path}/base.py", str(tmp_path), ParallelDims())
     with pytest.raises(NotImplementedError):
         session.replaced.get_input_embeddings()
-    assert session.plan.ends == ("model.inner.embed_tokens", "lm_head")
+    assert session.plan.ends == ("model.inner.embed_tokens.weight", "lm_head.weight")

@@ -138,7 +138,7 @@ class _View:
         roles = self.plan.roles
         attention = roles.layer.attention if isinstance(roles.layer, LayerSpec) else roles.attention
         latent = attention.mla if isinstance(attention, AttentionSpec) else None
-        return transfers(self.plan, hidden_size=hidden_size(self.session), latent=latent, head=self.plan.ends[1])
+        return transfers(self.plan, hidden_size=hidden_size(self.session), latent=latent, head=self.plan.head)
 
     def _paths(self, record: Record) -> list[str]:
         schedule = self.session.schedule
@@ -226,7 +226,7 @@ class _View:
         if path in self.plan.experts:
             notes.append(f"experts shared out over EP {self.plan.layout.ep}, tokens sent to them")
         notes += self._context_notes(path)
-        if path == self.plan.ends[1]:
+        if path == self.plan.head:
             notes += loss_lines(self.plan)
         fp8 = self.plan.layout.fp8
         if fp8 is not None and path in self.plan.by_megatron | self.plan.te_linears:
