@@ -54,7 +54,7 @@ def _claimed(setup: Function) -> Function:
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         found = setup(*given, **named)
-        if _writers and has_session():
+        if has_session():
             args.gradient_buffers = digest_of(found[0])  # kept in each checkpoint, with the other arguments
         return found
 
