@@ -16,11 +16,13 @@ from megatron.training.global_vars import get_args
 from megatron.training.training import get_optimizer_param_scheduler
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, MegaschedError
 from megasched.planner.run_memory import run_memory
 from megasched.trainer.builder import stages_of_run
+from megasched.trainer.checkpoint.load_check import check_load
 from megasched.trainer.current_session import get_session
 from megasched.trainer.run_failure import describe_failure
+from megasched.trainer.session import Session
 from megasched.trainer.token_ids import check_data, vocabulary_of
 
 # Bytes of a number in a checkpoint of Adam's: master weight and two moments, in float32.
@@ -44,6 +46,7 @@ def look_at_run(config: Any, found: dict[str, Any]) -> None:
         *_interleaving(args, layout, microbatches),
         *_learning_rate(args),
         *_data(args, vocabulary_of(session.definition.config)),
+        *_checkpoint(args, session),
     ]
     if args.log_straggler and find_spec("pynvml") is None:
         found["warnings"].append(
@@ -115,3 +118,11 @@ def _data(args: Namespace, vocabulary: int | None) -> Iterator[str]:
             check_data(prefix, vocabulary, args.data_cache_path)
         except ConfigError as error:
             yield str(error)
+
+
+def _checkpoint(args: Namespace, session: Session) -> Iterator[str]:
+    """Yields why the checkpoint that the run is to load is refused by it."""
+    try:
+        check_load(args, session)
+    except MegaschedError as error:
+        yield str(error)

@@ -24,6 +24,7 @@ from megasched.reading.tracker import RELEASE, last_folder
 from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.gradient_buffers import digest_of
+from megasched.trainer.checkpoint.one_writer import FORMAT
 from megasched.trainer.checkpoint.source import loaded_folder
 from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 from megasched.trainer.session import Session
@@ -57,15 +58,14 @@ def loaded(
         CheckpointError: on every rank, if the checkpoint is not complete, is damaged, or does not fit the model.
     """
     args.gradient_buffers = digest_of(models)
-    found_in = loaded_folder(args, load_arg)
-    folder = None if found_in is None else _checkpoint(args, found_in[0])
-    if found_in is None or folder is None:
+    to_load = _to_load(args, load_arg)
+    if to_load is None:
         return load()
+    folder, starts_anew = to_load
     found: list[Any] = [None]
-    resumes = not (found_in[1] or args.no_load_optim)
     if torch.distributed.get_rank() == 0:
         try:
-            found = [check(folder, session, starts_anew=found_in[1], states_in=args if resumes else None)]
+            found = [_check_for(args, session, folder, starts_anew)]
         except MegaschedError as error:
             found = [error]
     torch.distributed.broadcast_object_list(found, src=0)
@@ -83,6 +83,29 @@ def loaded(
             chunk.not_loaded = frozenset()
     _refuse_nan(chunks, folder)
     return result
+
+
+def check_load(args: Namespace, session: Session) -> None:
+    """Checks the checkpoint that a run is to load, as far as that can be known before its model is built.
+
+    Raises:
+        CheckpointError: it is not complete, is damaged, or does not fit the run.
+    """
+    to_load = _to_load(args, "load") if args.ckpt_format == FORMAT else None
+    if to_load is not None:
+        _check_for(args, session, *to_load)
+
+
+def _to_load(args: Namespace, load_arg: str) -> tuple[Path, bool] | None:
+    """Returns what is to be checked, and whether the run begins anew from it; None where nothing can be."""
+    found_in = loaded_folder(args, load_arg)
+    folder = None if found_in is None else _checkpoint(args, found_in[0])
+    return None if found_in is None or folder is None else (folder, found_in[1])
+
+
+def _check_for(args: Namespace, session: Session, folder: Path, starts_anew: bool) -> Checked:
+    resumes = not (starts_anew or args.no_load_optim)
+    return check(folder, session, starts_anew=starts_anew, states_in=args if resumes else None)
 
 
 def _refuse_states(folder: Path, written: Any, run: Any) -> None:
@@ -130,7 +153,8 @@ def refuse_other_buffers(written: Any, run: Any) -> None:
     Raises:
         CheckpointError: for these.
     """
-    if _in_buffers(written) and getattr(written, "gradient_buffers", None) != run.gradient_buffers:
+    own = getattr(run, "gradient_buffers", None)  # unknown before the run's model is built
+    if _in_buffers(written) and own not in (None, getattr(written, "gradient_buffers", "")):
         what = "the checkpoint was written with gradients elsewhere in their buffers than this run's"
         raise CheckpointError(f"{what}: {BOUND}")
 

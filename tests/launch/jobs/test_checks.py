@@ -16,6 +16,7 @@ from megasched.errors import ConfigError
 from megasched.launch.jobs import checks
 from megasched.launch.jobs.checks import check, check_waived
 from megasched.planner.hardware.hardware import load_hardware
+from megasched.verify.trainer_run import train
 from tests import tiny
 
 WORDS = """--model-schedule auto --hf-random-init --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
@@ -114,6 +115,26 @@ def test_everything_that_is_wrong_is_said(flags, tmp_path):
 def test_the_first_that_megatron_says(flags, more, said):
     (problem,) = check("pretrain_gpt.py", [*flags, *more], 64).problems
     assert said in problem
+
+
+def test_a_checkpoint_that_the_run_would_refuse(ranks, flags):
+    """It is found before a queue has let the job through."""
+    folder, save = (flags[flags.index(flag) + 1] for flag in ("--hf-model", "--save"))
+    written = [
+        "--use-distributed-optimizer",
+        "--ckpt-format",
+        "torch_dist",
+        "--save",
+        save,
+        "--save-interval",
+        "1",
+    ]
+    ranks.run(1, train, folder, written, iterations=1)
+    resumed = [*flags, "--load", save]
+    (said,) = check("pretrain_gpt.py", resumed, 64).problems
+    assert "written at TP 1 x PP 1, loaded at TP 2 x PP 2" in said
+    assert "--no-load-optim" in said
+    assert check("pretrain_gpt.py", [*resumed, "--no-load-optim"], 64).problems == ()
 
 
 def test_what_may_go_wrong_later(flags):
