@@ -377,10 +377,11 @@ class ScheduledModel(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         dp_rank = metadata["dp_cp_group"].rank()
         entries: dict[str, Any] = {}
+        vocabulary = self.plan.vocabulary
         for name, (parameter, assembly) in self._checkpointed().items():
             copy = getattr(parameter, "shared", False)  # of what another stage writes
             owner = self.shard_owner(assembly, dp_rank)
-            entry = sharded_entry(parameter, assembly, owner, copy=copy, vocabulary=self.plan.vocabulary)
+            entry = sharded_entry(parameter, assembly, owner, copy=copy, vocabulary=vocabulary)
             entries[prefix + _PREFIX + name] = entry
         for name, entry in self._buffers_saved.entries(self.pg_collection.tp.rank(), dp_rank).items():
             entries[prefix + _PREFIX + name] = entry

@@ -36,6 +36,7 @@ ADAPTER = re.compile(rf"\.(?:{A}|{B})\.")
 
 # Megatron's names of optimizer states that lie as the gradient buffers do, and why those may not fit.
 BUFFERS = "optimizer.distributed.dp_group_idx"
+_DISTRIBUTED = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
 BOUND = (
     "its optimizer's states lie as the gradients of that run lay in memory: they fit the same layout, schedule "
     "and trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
@@ -161,19 +162,16 @@ def refuse_other_buffers(written: Any, run: Any) -> None:
 
 def _optimizer(args: Any) -> str:
     """Returns the flags that say whose states a run has."""
-    distributed = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
-    flags = [f"--{name.replace('_', '-')}" for name in distributed if getattr(args, name, False)]
-    flags = flags or [f"without --{distributed[0].replace('_', '-')}"]
+    flags = [f"--{name.replace('_', '-')}" for name in _DISTRIBUTED if getattr(args, name, False)]
+    flags = flags or [f"without --{_DISTRIBUTED[0].replace('_', '-')}"]
     return " ".join([f"--optimizer {getattr(args, 'optimizer', '')}", *flags])
 
 
 def _in_buffers(written: Any) -> bool:
     """Returns whether a checkpoint has states that lie as gradients did, by the arguments in it."""
-    distributed = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
-    named = ("no_save_optim", "dist_ckpt_optim_fully_reshardable")
-    return any(getattr(written, one, False) for one in distributed) and not any(
-        getattr(written, one, False) for one in named
-    )
+    if getattr(written, "no_save_optim", False) or getattr(written, "dist_ckpt_optim_fully_reshardable", False):
+        return False
+    return any(getattr(written, name, False) for name in _DISTRIBUTED)
 
 
 def _refuse_nan(chunks: Sequence[Any], folder: Path) -> None:
@@ -282,7 +280,7 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_in: Any = N
         for title, names in wrong.items():
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
         raise CheckpointError("\n".join(lines))
-    if states_in is not None:
+    if states_in is not None and not anew:
         _refuse_states(folder, args, states_in)
     compare_config = tell_of_another_config if anew else refuse_another_config
     compare_config(folder, session.definition.config)
