@@ -8,8 +8,8 @@ schedule gets the states of other parameters, wherever sizes agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,15 +42,25 @@ def _places(model: Any, buffers: Sequence[Any]) -> list[Any]:
     local = unwrap_model(model).local_parameters().values()
     made_of = {id(parameter): _described(assembly) for parameter, assembly in local}
     return [
-        sorted((*place, made_of[id(parameter)]) for parameter, place in bucket.param_to_index.items())
+        sorted(
+            ((*place, made_of[id(parameter)]) for parameter, place in bucket.param_to_index.items()),
+            key=itemgetter(0),
+        )
         for buffer in buffers
         for bucket in buffer.buckets
     ]
 
 
-def _described(assembly: ParamMapping) -> str:
-    """Returns a text of what decides the order of numbers in a parameter."""
-    return repr(replace(assembly, parts=tuple(replace(part, tp_gradient="complete") for part in assembly.parts)))
+def _described(assembly: ParamMapping) -> Sequence[Any]:
+    """Returns what decides the order of numbers in a parameter.
+
+    Checkpoints have a digest of it: a field that is added here makes those of before look like others.
+    """
+    parts = [
+        (part.name, *part.shape, part.axis, *part.components, part.padded, part.transposed, part.group)
+        for part in assembly.parts
+    ]
+    return parts, assembly.groups, assembly.paired, assembly.entry, assembly.transposed, assembly.interleaved
 
 
 def _hash(value: Any) -> str:
