@@ -151,6 +151,7 @@ LATE: dict[str, str] = {
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/gradient_buffers.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/source.py": _SEAM,
+    "megasched/trainer/seams/one_writer.py: megasched/trainer/scheduled_model.py": _SEAM,
 }
 
 # Prefix of a path -> floor; the longest counts. Folders are called as their floors are.

@@ -45,16 +45,18 @@ def _claimed(setup: Function) -> Function:
 
     @wraps(setup)
     def claimed(*given: Any, **named: Any) -> Any:
+        from megatron.core.utils import unwrap_model
         from megatron.training.global_vars import get_args
 
         from megasched.trainer.checkpoint.gradient_buffers import digest_of
         from megasched.trainer.checkpoint.one_writer import FORMAT, OneWriter
+        from megasched.trainer.scheduled_model import ScheduledModel
 
         args = get_args()
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         found = setup(*given, **named)
-        if has_session():
+        if all(isinstance(chunk, ScheduledModel) for chunk in unwrap_model(found[0])):
             args.gradient_buffers = digest_of(found[0])  # kept in each checkpoint, with the other arguments
         return found
 
