@@ -75,7 +75,7 @@ def make_plan(
     replaced, runs = replaced or ReplacedNames(), runs or AnalysisCache()
     plan = _undecided(schedule, replaced, model, structure)
     if causal_lm:
-        plan = _with_ends(plan, schedule, replaced)
+        plan = _with_ends(plan, schedule.root.mod, replaced)
     problems, shards = check_records(schedule, plan, model)
     plan, found = apply_shards(model, plan, shards, vocab_multiple or schedule.layout.tp)
     problems += found + check_expert_parallel(plan, model)
@@ -122,17 +122,15 @@ def _undecided(
     )
 
 
-def _with_ends(plan: Plan, schedule: Schedule, replaced: ReplacedNames) -> Plan:
+def _with_ends(plan: Plan, definition: nn.Module, replaced: ReplacedNames) -> Plan:
     """Returns the plan with the tables of embedding and head, by their names after the replacements."""
-    copied = {sources[0]: own for own, sources in schedule.renamed.items() if len(sources) == 1}
-    moved = {name: own for own, name in replaced.renamed.items()}
+    renamed = {name: own for own, name in replaced.renamed.items()}
 
     def now(path: str | None) -> str | None:
-        name = f"{path}.weight"
-        known = (copied.get(name), moved.get(name), path and f"{replaced.home(path)}.weight")
-        return next((own for own in known if own in plan.canonical), None)
+        name = path and (renamed.get(f"{path}.weight") or f"{replaced.home(path)}.weight")
+        return name if name in plan.canonical else None
 
-    embedding, head = map(now, ends_of(schedule.root.mod))
+    embedding, head = map(now, ends_of(definition))
     return replace(plan, ends=(embedding, head))
 
 

@@ -35,7 +35,7 @@ class Plan:
         canonical: every parameter name (ties have several) -> canonical name.
         renamed: parameter or buffer to which replacements have given another name -> its name in the definition.
         ends: names of the tables of the embedding of tokens and of the head over the vocabulary after
-            replacements; None for one that there is not, or that a replacement made of several tensors.
+            replacements; None for one that there is not, or that a function made under another name.
         structure: the layer stack; None for a model that is not a causal language model.
         tp_facts: facts that follow from the placements.
         cp_facts: facts of context parallelism; None without.

@@ -152,17 +152,17 @@ def run(ranks: RankPool, folder: str, one: Drawn) -> Outcome:
         return Outcome("not applicable", {}, why=failure(str(error)).why)
     try:
         if not one.resumed:
-            return _compared(steps(wide), expected, layout.tp)
+            return compared(steps(wide), expected, layout.tp)
         before, after = (alone, wide) if one.resumed == "to" else (wide, alone)
         with tempfile.TemporaryDirectory() as saved:
             steps(before, "--save", saved, "--save-interval", str(CUT), iterations=CUT)
             found = steps(after, "--load", saved)
-        return _compared(found, expected, layout.tp if one.resumed == "to" else 1)
+        return compared(found, expected, layout.tp if one.resumed == "to" else 1)
     except RankError as error:
         return failure(str(error))
 
 
-def _compared(found: list[RankReport], expected: list[RankReport], tp: int) -> Outcome:
+def compared(found: list[RankReport], expected: list[RankReport], tp: int) -> Outcome:
     """Of runs that may begin later than what they are held against."""
     wanted, got = losses(expected), losses(found)
     norms, others = expected[0].grad_norms, found[-1].grad_norms

@@ -75,7 +75,7 @@ def write_schedule(folder: str, seed: str, file: str, layout: str) -> list[str]:
     records = [record for record in session.schedule.records if record.primitive == "shard"]
     model = session.definition
     lines = []
-    match "auto" if layout == "ep2" else draw.choice(("auto", "some of it", "some of it", "none of it")):
+    match "auto" if "ep2" in layout else draw.choice(("auto", "some of it", "some of it", "none of it")):
         case "auto":
             lines.append("default(sch, layout)")
         case "some of it":

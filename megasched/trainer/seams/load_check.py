@@ -36,7 +36,7 @@ def _change() -> list[Undo]:
         from megasched.trainer.checkpoint.load_check import refuse_other_buffers
 
         args = get_args()
-        if hasattr(args, "gradient_buffers") and not args.no_load_optim:
+        if not args.no_load_optim:
             refuse_other_buffers(checkpoint_args, args)
         return check_arguments(checkpoint_args, *given, **named)
 

@@ -41,7 +41,10 @@ def _change() -> list[Undo]:
 
 
 def _claimed(setup: Function) -> Function:
-    """Wraps the setup so that it first claims the folder; nobody else adds a checkpoint from then on."""
+    """Wraps the setup so that it first claims the folder; nobody else adds a checkpoint from then on.
+
+    What lies where in the gradient buffers is kept in each checkpoint, with the other arguments.
+    """
 
     @wraps(setup)
     def claimed(*given: Any, **named: Any) -> Any:
@@ -56,8 +59,9 @@ def _claimed(setup: Function) -> Function:
         if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         found = setup(*given, **named)
-        if all(isinstance(chunk, ScheduledModel) for chunk in unwrap_model(found[0])):
-            args.gradient_buffers = digest_of(found[0])  # kept in each checkpoint, with the other arguments
+        ours = all(isinstance(chunk, ScheduledModel) for chunk in unwrap_model(found[0]))
+        if ours and "gradient_buffers" not in args:  # a run that loads knows it already
+            args.gradient_buffers = digest_of(found[0])
         return found
 
     return claimed
