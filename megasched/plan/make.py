@@ -124,11 +124,17 @@ def _undecided(
 
 def _with_ends(plan: Plan, definition: nn.Module, replaced: ReplacedNames) -> Plan:
     """Returns the plan with the tables of embedding and head, by their names after the replacements."""
-    renamed = {name: own for own, name in replaced.renamed.items()}
+    first = _canonical_names(definition)
 
     def now(path: str | None) -> str | None:
-        name = path and (renamed.get(f"{path}.weight") or f"{replaced.home(path)}.weight")
-        return name if name in plan.canonical else None
+        if path is None:
+            return None
+        table = first.get(f"{path}.weight")
+        renamed = [own for own, name in replaced.renamed.items() if name == table]
+        inside = [own for own in renamed if own.startswith(f"{path}.")]
+        tied = sum(name == table for name in first.values()) > 1  # so that one may be the table of the other end
+        names = [*inside, f"{replaced.home(path)}.weight", *([] if tied else renamed)]
+        return next((own for own in names if own in plan.canonical), None)
 
     embedding, head = map(now, ends_of(definition))
     return replace(plan, ends=(embedding, head))

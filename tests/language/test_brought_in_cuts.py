@@ -177,3 +177,70 @@ def test_the_embedding_is_known_where_hf_does_not_find_it(tmp_path):
     with pytest.raises(NotImplementedError):
         session.replaced.get_input_embeddings()
     assert session.plan.ends == ("model.inner.embed_tokens.weight", "lm_head.weight")
+
+
+ENDS = """
+import copy
+
+from torch import nn
+
+from tests.language.replacing import Around
+
+
+class Table(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.table = inner.weight
+
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.table)
+
+
+class Product(Table):
+    def forward(self, x):
+        return x @ self.table.T
+
+
+class Base(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.table, self.inner = inner.embed_tokens.weight, copy.copy(inner)
+        self.inner._modules = {**inner._modules, "embed_tokens": None}
+
+    def forward(self, input_ids, **named):
+        return self.inner(**{**named, "inputs_embeds": nn.functional.embedding(input_ids, self.table)})
+
+
+def wrapped(sch, layout):
+    for path in ("transformer.wte", "lm_head"):
+        sch[path].replace(Around)
+
+
+def head(sch, layout):
+    sch["lm_head"].replace(Around)
+
+
+def renamed(sch, layout):
+    sch["transformer.wte"].replace(Table)
+    sch["lm_head"].replace(Product)
+
+
+def in_base(sch, layout):
+    sch["model"].replace(Base)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "schedule", "ends"),
+    [
+        ("gpt2", "wrapped", ("transformer.wte.inner.weight", "lm_head.inner.weight")),
+        ("gpt2", "head", ("transformer.wte.weight", "lm_head.inner.weight")),
+        ("gpt2", "renamed", ("transformer.wte.table", "lm_head.table")),
+        ("llama", "in_base", ("model.table", "lm_head.weight")),
+    ],
+)
+def test_each_end_has_its_own_name_of_the_table(model_type, schedule, ends, tmp_path):
+    """A tied table has two; a stage of the pipeline has the module of one."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    tiny_config(model_type).save_pretrained(tmp_path)
+    assert open_session(f"{tmp_path}/ends.py:{schedule}", str(tmp_path), ParallelDims()).plan.ends == ends
