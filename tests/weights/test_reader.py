@@ -114,11 +114,13 @@ def test_the_last_checkpoint_of_a_folder_is_found(tmp_path):
             "metadata.json, which Megatron writes last, is missing .it has .met",
         ),
         ({"metadata.json": '{"sharded_backend": "fsdp_dtensor"}'}, "--ckpt-format fsdp_dtensor; only torch_dist"),
+        ({"mp_rank_00/model_optim_rng.pt": ""}, "written with --ckpt-format torch; only torch_dist"),
         ({"metadata.json": "{}"}, "expected JSON with a sharded_backend"),
     ],
 )
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, files, message):
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         checkpoint_folder(tmp_path)

@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megasched.errors import CheckpointError, MegaschedError
 from megasched.language.lora import A, B
-from megasched.reading.tracker import RELEASE, last_folder
+from megasched.reading.tracker import RELEASE
 from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.gradient_buffers import digest_of
-from megasched.trainer.checkpoint.one_writer import FORMAT
 from megasched.trainer.checkpoint.source import loaded_folder
 from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 from megasched.trainer.session import Session
@@ -92,16 +91,22 @@ def check_load(args: Namespace, session: Session) -> None:
     Raises:
         CheckpointError: it is not complete, is damaged, or does not fit the run.
     """
-    to_load = _to_load(args, "load") if args.ckpt_format == FORMAT else None
+    to_load = _to_load(args, "load")
     if to_load is not None:
         _check_for(args, session, *to_load)
 
 
 def _to_load(args: Namespace, load_arg: str) -> tuple[Path, bool] | None:
-    """Returns what is to be checked, and whether the run begins anew from it; None where nothing can be."""
+    """Returns the ``--save`` folder, or the checkpoint in it, that is loaded, and whether the run begins anew.
+
+    None where nothing is loaded, or not from a folder.
+    """
     found_in = loaded_folder(args, load_arg)
-    folder = None if found_in is None else _checkpoint(args, found_in[0])
-    return None if found_in is None or folder is None else (folder, found_in[1])
+    if found_in is None:
+        return None
+    folder, starts_anew = found_in
+    step = getattr(args, "ckpt_step", None)
+    return (folder / f"iter_{step:07d}" if step else folder), starts_anew
 
 
 def _check_for(args: Namespace, session: Session, folder: Path, starts_anew: bool) -> Checked:
@@ -211,15 +216,6 @@ def _unreadable(folder: Path) -> list[str]:
 
 def _refusal(folder: Path, why: list[str]) -> CheckpointError:
     return CheckpointError("\n    ".join([f"{folder}: the checkpoint can't be loaded:", *why]))
-
-
-def _checkpoint(args: Namespace, load: Path) -> Path | None:
-    """Returns the ``--save`` folder, or the checkpoint in it, that Megatron reads; None of its older format."""
-    step = getattr(args, "ckpt_step", None)
-    folder = load / f"iter_{step:07d}" if step else load
-    written = folder if step else last_folder(load)
-    # Beside checkpoints, ``--save-params-interval`` and its like keep files of these names in a --save folder.
-    return None if any(written.glob("mp_rank_*")) else folder
 
 
 @dataclass(frozen=True)

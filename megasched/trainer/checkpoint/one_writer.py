@@ -14,9 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megasched.errors import ConfigError, MegaschedError
 from megasched.trainer.checkpoint.save_claim import SaveClaim
 
-# What only torch_dist checkpoints go through; the others are Megatron's own affair.
-FORMAT = "torch_dist"
-
 
 class SaveError(SystemExit):
     """Ends the process where a checkpoint could not be written, with one message and status 1.

@@ -54,7 +54,7 @@ def weight_source(args: Namespace, definition: PreTrainedModel) -> WeightSource:
     Raises:
         ConfigError: the folder has no weights and ``--hf-random-init`` was not given.
     """
-    if args.ckpt_format == "torch_dist" and loaded_folder(args) is not None:
+    if loaded_folder(args) is not None:
         return CheckpointPlaceholder()
     if args.hf_random_init:
         return RandomInit(definition, args.seed)

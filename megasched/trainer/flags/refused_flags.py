@@ -123,11 +123,17 @@ _BY_MATRIX = (
     "the experts of a layer be one tensor, which would go to Adam; there are adam and sgd"
 )
 _OF_FSDP = "it is for FSDP, which is not available under a schedule; say torch_dist"
+_OF_RANKS = (
+    "Megatron's older format has a rank's weights by the names that one schedule gives them, and states of the "
+    "optimizer under no names; say torch_dist"
+)
 # The same for single values of flags that have good ones too.
 REFUSED_VALUES = {
     ("attention_backend", "local"): "Megatron allows it with --spec local only; leave it at auto",
     ("transformer_impl", "inference_optimized"): "it has no backward pass",
     ("fp8_recipe", "custom"): REFUSED["fp8_quantizer_factory"],
+    ("ckpt_format", "torch"): _OF_RANKS,
+    ("ckpt_convert_format", "torch"): _OF_RANKS,
     ("ckpt_format", "torch_dcp"): _OF_FSDP,
     ("ckpt_format", "fsdp_dtensor"): _OF_FSDP,
     **{("optimizer", name): _BY_MATRIX for name in ("muon", "dist_muon", "adaptive_muon", "soap")},

@@ -21,12 +21,9 @@ def _change() -> list[Undo]:
         from megatron.training.global_vars import get_args
 
         from megasched.trainer.checkpoint.load_check import loaded
-        from megasched.trainer.checkpoint.one_writer import FORMAT
 
-        call, args = partial(load, ddp_model, *given, load_arg=load_arg, **named), get_args()
-        if args.ckpt_format != FORMAT or not has_session():
-            return call()
-        return loaded(call, ddp_model, args, get_session(), load_arg)
+        call = partial(load, ddp_model, *given, load_arg=load_arg, **named)
+        return loaded(call, ddp_model, get_args(), get_session(), load_arg) if has_session() else call()
 
     @wraps(check_arguments)
     def arguments_checked(checkpoint_args: Any, *given: Any, **named: Any) -> Any:

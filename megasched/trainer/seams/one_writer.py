@@ -52,11 +52,11 @@ def _claimed(setup: Function) -> Function:
         from megatron.training.global_vars import get_args
 
         from megasched.trainer.checkpoint.gradient_buffers import digest_of
-        from megasched.trainer.checkpoint.one_writer import FORMAT, OneWriter
+        from megasched.trainer.checkpoint.one_writer import OneWriter
         from megasched.trainer.scheduled_model import ScheduledModel
 
         args = get_args()
-        if args.save is not None and args.ckpt_format == FORMAT and "://" not in args.save and not _writers:
+        if args.save is not None and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         found = setup(*given, **named)
         ours = all(isinstance(chunk, ScheduledModel) for chunk in unwrap_model(found[0]))

@@ -50,6 +50,8 @@ def checkpoint_folder(load: str | Path) -> Path:
     if has_tracker(folder):
         folder = last_folder(folder)
     if not os.path.lexists(folder / "metadata.json"):
+        if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+            raise CheckpointError(f"{folder}: written with --ckpt-format torch; only torch_dist is read")
         there = sorted(path.name for path in folder.glob("*"))[:5] if folder.is_dir() else []
         found = f"it has {', '.join(there)}" if there else "there is nothing"
         raise CheckpointError(
