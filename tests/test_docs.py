@@ -27,6 +27,7 @@ import pytest
 import yaml
 
 from megasched.cli import main
+from megasched.launch.quickstart.corpus import write_tokenizer
 from tests import tiny
 from tests.pages.blocks import FENCE, blocks, shows
 
@@ -43,6 +44,7 @@ OTHER_FLAGS = {"--ntasks-per-node", "--cpus-per-task", "--test-only", "--qos", "
 OTHER_FLAGS |= {"--input", "--output"}  # DeepSpeed's, up to an underscore
 OTHER_FLAGS |= {"--build-arg", "--gpus", "--ipc", "--rm", "--ulimit"}  # Docker's
 OTHER_FLAGS |= {"--extra"}  # uv's
+OTHER_FLAGS |= {"--split-sentences"}  # of Megatron-LM's tools
 # Of the scripts in bench/, which are no package.
 BENCH_FLAGS = {
     flag
@@ -70,6 +72,27 @@ def test_links_lead_to_files_and_headings(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_with_the_name_of_a_page_leads_to_that_page(page):
+    for label, target in re.findall(r"\[([\w-]+\.md)\]\(([^)#\s]+)", prose(page)):
+        assert Path(target).name == label, (label, target)
+
+
+def test_the_public_names_are_those_that_library_md_lists():
+    import megasched
+
+    _, _, section = (ROOT / "docs" / "library.md").read_text().partition("## The public names")
+    assert set(re.findall(r"`(\w+)`", section)) == set(megasched.__all__)
+
+
+def test_every_patch_is_in_the_table_of_internals_md():
+    from megasched import patches
+    from megasched.trainer import seams
+
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "internals.md").read_text(), re.MULTILINE)
+    assert {patch.name for patch in [*patches.available(), *seams.available()]} <= set(table)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -340,6 +363,7 @@ def models(folder: Path) -> None:
         max_position_embeddings=40960,
         tie_word_embeddings=False,
     ).save_pretrained(folder / "Qwen3-8B")
+    write_tokenizer(folder / "Qwen3-8B")
 
 
 def run_command(words: list[str], capsys) -> str:

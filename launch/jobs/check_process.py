@@ -48,6 +48,7 @@ def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
     path, bundled = entry.find_script(script)
     own = entry.megasched_flags(flags)
     entry.check_inputs(script, own)
+    entry.check_tokenizer(flags)
     entry.arrange_process(path, bundled, "force", allow_unverified=own.allow_unverified)
     if find_spec("transformer_engine") is None or rehearsal_mode(flags):
         entry.refuse_unsupported(flags)

@@ -17,7 +17,7 @@ from pathlib import Path
 # __init__.py and clip_grads.py; the weight gradient: megatron/core/tensor_parallel/layers.py:1070.
 PARTS = {
     "amp_C": "Transformer Engine has Adam and gradient norm too; else they go tensor by tensor",
-    "fused_weight_gradient_mlp_cuda": "pass --no-gradient-accumulation-fusion to Megatron",
+    "fused_weight_gradient_mlp_cuda": "a run switches gradient accumulation fusion off",
     "fused_layer_norm_cuda": "not needed: only layers of Megatron's own use it",
     "fast_layer_norm": "not needed: only layers of Megatron's own use it",
 }

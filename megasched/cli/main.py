@@ -25,6 +25,7 @@ from megasched.cli.output import print_found
 from megasched.cli.search.commands import plan, tune
 from megasched.cli.show.commands import explain, primitives, show
 from megasched.cli.status import status
+from megasched.cli.tokenize import tokenize
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
 from megasched.imports import command_imports, end_quickly
@@ -123,6 +124,7 @@ app.command("new-adapter")(new_adapter)
 app.command()(archs)
 app.command()(plan)
 app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
+app.command()(tokenize)
 app.command("import")(import_)
 app.command()(export)
 app.command()(inspect)

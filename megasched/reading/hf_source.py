@@ -1,4 +1,4 @@
-"""Decides at once whether what ``--hf-model`` names can be there: a folder, a config file, or a hub id."""
+"""Decides at once whether what a flag names can be there: a folder, a config file, or a hub id."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ SECONDS_TO_ASK = 3
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
-def check_hf_model(name: str) -> None:
-    """Checks that a model is there; transformers is not asked, which tries an unreachable hub for half a minute.
+def check_hf_model(name: str, flag: str = "--hf-model") -> None:
+    """Checks that a model, or a tokenizer, is there.
+
+    transformers is not asked, which tries an unreachable hub for half a minute.
 
     Args:
         name: a path, or a hub id: ``organisation/model``, where no folder has the organisation's name.
+        flag: that has named it, for messages.
 
     Raises:
         ConfigError: there is no such path; a hub id is not in the cache, and the hub can't be reached.
@@ -27,10 +30,10 @@ def check_hf_model(name: str) -> None:
         return
     is_path = not HUB_ID.fullmatch(name) or name.endswith(".json") or os.path.isdir(os.path.dirname(name))
     if is_path:
-        raise ConfigError(f"--hf-model {name}: no such file or folder")
+        raise ConfigError(f"{flag} {name}: no such file or folder")
     if why := _unreachable():
         raise ConfigError(
-            f"--hf-model {name}: there is no such folder; as a hub id, it is not in {_cache()}, and the hub can't "
+            f"{flag} {name}: there is no such folder; as a hub id, it is not in {_cache()}, and the hub can't "
             f"be asked: {why}"
         )
 

@@ -51,8 +51,10 @@ NO_LAUNCHER = (
     "GPUs `{launch} local --ranks N -- {script} ...`, or start it by torchrun"
 )
 DATA_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path")
+OF_HUGGING_FACE = ("HuggingFaceTokenizer", "SFTTokenizer")
 # torchrun sets it for its ranks; Slurm ends its own.
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 WITHOUT_TE = "torch's attention and Adam instead of its fused kernels"
 # Modules that scripts import, and that warn of missing kernels as they are.
 LAYER_SPECS = ("gpt_layer_specs", "heterogeneous.heterogeneous_layer_specs")
@@ -107,6 +109,7 @@ def _run(script: str, argv: list[str]) -> None:
         if bundled and "MASTER_ADDR" not in os.environ:  # torch finds no other rank then, and Megatron ends
             raise ConfigError(NO_LAUNCHER.format(script=script, launch=shell_command("launch")))
         check_inputs(script, own)
+        check_tokenizer(argv)
         if run_failure.rank_of("RANK", "SLURM_PROCID") == 0:  # which reads data, wherever others do
             check_data_paths(argv)
     mode = rehearsal_mode(argv)
@@ -114,6 +117,8 @@ def _run(script: str, argv: list[str]) -> None:
     if mode:
         _say(str(flags))
         without_kernel_packages()
+    else:
+        order_kernels(argv)
     arrange_process(path, bundled, mode, allow_unverified=own.allow_unverified)
     if mode:
         refuse_unsupported(argv)
@@ -173,6 +178,20 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
         compile_adapter(own.adapter)
     if own.megasched_trace is not None:
         check_trace_file(own.megasched_trace)
+
+
+def check_tokenizer(argv: Sequence[str]) -> None:
+    """Checks that a tokenizer of Hugging Face's is there, before anything heavy is imported.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--tokenizer-type")
+    parser.add_argument("--tokenizer-model")
+    found = FlagParser(parser).parse_known_args(list(argv))[0]
+    if found.tokenizer_type in OF_HUGGING_FACE and found.tokenizer_model:
+        check_hf_model(found.tokenizer_model, "--tokenizer-model")
 
 
 def check_data_paths(argv: Sequence[str]) -> None:
@@ -243,6 +262,21 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
         importlib.import_module("megatron.training")
         for name in LAYER_SPECS:
             importlib.import_module(f"megatron.core.models.gpt.{name}")
+
+
+def order_kernels(argv: Sequence[str]) -> None:
+    """Has GPUs start kernels in the order of the calls, where Megatron asks for it and the user says nothing.
+
+    Megatron overlaps communication of TP and CP by it, and ends on GPUs before Blackwell without the variable
+    (``training/arguments.py:1413``), which CUDA reads once, when it begins.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--tensor-model-parallel-size", default="1")
+    parser.add_argument("--context-parallel-size", default="1")
+    sizes = vars(FlagParser(parser).parse_known_args(list(argv))[0]).values()
+    if set(sizes) != {"1"} and CONNECTIONS not in os.environ:
+        os.environ[CONNECTIONS] = "1"
+        _say(f"megasched: {CONNECTIONS} is 1, which Megatron asks for under TP and CP")
 
 
 def put_first(folder: Path) -> None:

@@ -45,6 +45,14 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     assert (status, json.loads(out)["verdict"]) == (0, "equal")
 
 
+def test_no_certificate_is_made_in_bf16(run, llama, tmp_path):
+    file = tmp_path / "certificate.json"
+    status, _, err = run("verify", "--hf-model", llama, "--bf16", "--certificate", file)
+    assert status == 1
+    assert "made without --bf16 speaks for runs in bf16, too" in err
+    assert not file.exists()
+
+
 @pytest.fixture(scope="module")
 def gpt_neo(tmp_path_factory):
     from transformers import GPTNeoConfig

@@ -13,6 +13,7 @@ ALLOWED = {
     "ground": "",
     "language": "ground",
     "patches": "ground",
+    "data": "ground",
     "definition": "ground language",
     "analysis": "ground language definition",
     "model_adapters": "ground language definition",
@@ -34,7 +35,7 @@ ALLOWED = {
     "tuner": "ground launch",
     "cli": (
         "ground language patches definition analysis model_adapters plan graph weights layers lowering trace "
-        "trainer planner launch verify tuner dialects"
+        "trainer planner launch verify tuner dialects data"
     ),
 }
 
@@ -147,7 +148,6 @@ LATE: dict[str, str] = {
     "megasched/trainer/seams/model_builder.py: megasched/trainer/builder.py": _SEAM,
     "megasched/trainer/seams/data_check.py: megasched/trainer/token_ids.py": _SEAM,
     "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/load_check.py": _SEAM,
-    "megasched/trainer/seams/load_check.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/gradient_buffers.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/one_writer.py": _SEAM,
     "megasched/trainer/seams/one_writer.py: megasched/trainer/checkpoint/source.py": _SEAM,

@@ -66,6 +66,22 @@ def test_a_line_is_written_with_its_end(options):
         assert ours.recv(4096) == b"megasched: error: missing.py: no such script\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "then"),
+    [
+        ("--tensor-model-parallel-size 2", None, "1"),
+        ("--bf16 --context-parallel-size=2", None, "1"),
+        ("--tensor-model-parallel-size 2", "8", "8"),
+        ("--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2", None, None),
+    ],
+)
+def test_kernels_start_in_order_where_megatron_asks_for_it(monkeypatch, flags, given, then):
+    environ = {entry.CONNECTIONS: given} if given else {}
+    monkeypatch.setattr(os, "environ", environ)
+    entry.order_kernels(flags.split())
+    assert environ.get(entry.CONNECTIONS) == then
+
+
 def script(folder: Path, text: str) -> str:
     path = folder / "pretrain.py"
     path.write_text(text)
@@ -130,6 +146,11 @@ def script(folder: Path, text: str) -> str:
             "pretrain.py",
             "--model-schedule auto --hf-model {hf} --data-path 0.3 absent 0.7 hf --train-data-path=s3://bucket/x",
             "--data-path absent: no data: no such file or folder, and no .bin\n",
+        ),
+        (
+            "pretrain.py",
+            "--model-schedule auto --hf-model {hf} --tokenizer-type HuggingFaceTokenizer --tokenizer-model absent",
+            "--tokenizer-model absent: no such file or folder\n",
         ),
         (
             "pretrain.py",

@@ -28,8 +28,14 @@ from megasched.cli.options import (
 )
 from megasched.cli.output import print_found, report_console
 from megasched.definition.objectives import find_objective
+from megasched.errors import ConfigError
 from megasched.imports import command_imports
 from megasched.json_output import json_only, print_json
+
+IN_BF16 = (
+    "--certificate with --bf16: that compares fewer numbers, and those of one step. One that is made without "
+    "--bf16 speaks for runs in bf16, too"
+)
 
 
 def verify(
@@ -56,11 +62,13 @@ def verify(
 ) -> None:
     """Check that a scheduled model computes what the unscheduled one does, and find out where it does not.
 
-    One step of Megatron's trainer, rehearsed on this machine's CPUs in float32, on a small copy of the model with
-    random weights: loss, logits, hidden states, every gradient, the gradient norm and the optimizer's step are
-    compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
+    Three steps of Megatron's trainer in float32, or one in bf16, rehearsed on this machine's CPUs on a small copy
+    of the model with random weights: loss, logits, hidden states, every gradient, the gradient norm and the
+    weights are compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
     check_named(hf_model, schedule, adapter=adapter)
+    if bf16 and certificate is not None:
+        raise ConfigError(IN_BF16)
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)
     with command_imports():
         from megasched.verify.report.verification import print_verification

@@ -59,7 +59,7 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
     "--hf-model": (
         {"metavar": "DIR"},
         "The Hugging Face model that is trained: a folder with config.json and, unless --hf-random-init, "
-        "safetensors; or a hub id that is in the local cache.",
+        "safetensors; or a hub id, downloaded where the network allows.",
     ),
     "--hf-override": (
         {"metavar": "FIELD=VALUE", "nargs": "+", "action": "extend", "default": []},

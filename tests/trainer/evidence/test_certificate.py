@@ -78,6 +78,12 @@ def test_a_kind_that_it_was_made_without_is_named(tmp_path, schedule):
     )
 
 
+def test_one_that_was_made_in_bf16_is_refused(tmp_path, schedule):
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject_of(schedule, definition(), SMALL), {"verdict": "equal", "bf16": True})
+    assert "it was made with --bf16" in refusal(path, schedule)
+
+
 def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
     path = certified(tmp_path, schedule, verdict="wrong")
     held = json.loads(path.read_text())

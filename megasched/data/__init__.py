@@ -1,0 +1,1 @@
+"""Makes the data of a run."""
