@@ -122,6 +122,10 @@ BY_VALUES = {
     "a scale of the hidden state": layers("x = x * (1 + x.abs().max().item())"),
 }
 
+BY_MODE = {
+    "probabilities in evaluation": mlp("h = h if self.training else 4 * h.softmax(-1)"),
+    "a width in evaluation": mlp("if not self.training:\n    h = h / h.shape[-1]"),
+}
 BY_LENGTH = {
     "numel of a column": mlp("h = h / h.numel() ** 0.5 * 30"),
     "numel": mlp("h = h / x.numel() ** 0.5 * 30"),

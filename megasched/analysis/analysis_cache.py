@@ -19,7 +19,7 @@ from megasched.analysis.cp.given_positions import takes_counted_positions
 from megasched.analysis.cp.propagate import plan_sequence
 from megasched.analysis.flops import ForwardFlops, forward_flops
 from megasched.analysis.notes.code_facts import CodeFacts, Numbers, code_facts_of
-from megasched.analysis.recording.meta_call import meta_copy, to_meta
+from megasched.analysis.recording.meta_call import evaluating, meta_copy, to_meta
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.tape import Tape
 from megasched.analysis.stages.layer_stack import LayerStack
@@ -36,6 +36,7 @@ from megasched.analysis.trials.ways import (
     InputsOf,
     Way,
     Ways,
+    evaluates_otherwise,
     find_ways,
     numbers_at,
     what_goes_by_length,
@@ -112,7 +113,8 @@ class AnalysisCache:
             probe = self._probe = self._probe or meta_copy(model)
             given = to_meta(dict(inputs)) if way.length is None else inputs_of(model, inputs)(way.length)
             record = record_tape if structure is None else structure.record
-            self._tapes[way] = record(probe, given, answers=dict(way.answers), lines=self.with_lines)
+            with evaluating(way.evaluates):
+                self._tapes[way] = record(probe, given, answers=dict(way.answers), lines=self.with_lines)
         return self._tapes[way]
 
     def let_go(self, structure: LayerStack | None) -> None:
@@ -131,11 +133,12 @@ class AnalysisCache:
                 if structure is None or short is None or short.asked
                 else self._code_facts_at(model, structure)
             )
-            if short is not None and long is not None and long.lines == short.lines:
+            given, single = to_meta(dict(inputs)), short is not None and long is not None
+            if single and long.lines == short.lines and not evaluates_otherwise(model, given):
                 self._ways = Ways()
             else:
                 length = self.length or (None if structure is None else usual_length(model))
-                self._ways = find_ways(model, to_meta(dict(inputs)), inputs_of(model, inputs), length)
+                self._ways = find_ways(model, given, inputs_of(model, inputs), length)
         return self._ways
 
     @collector_paused()

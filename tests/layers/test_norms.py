@@ -24,6 +24,10 @@ class Norm(nn.Module):
         if kind == "two epsilons":
             self.eps = 0.1
         self.factor = 1.0
+        if kind == "counts":
+            self.calls = 0
+        if kind == "appends":
+            self.seen = []
 
     def forward(self, x):
         gain = 1 + self.weight if self.kind == "one more" else self.weight
@@ -39,6 +43,12 @@ class Norm(nn.Module):
             normed = torch.cat([1.5 * normed[:, :1], normed[:, 1:]], dim=1)
         if self.kind == "of many tokens" and x.dim() == 3 and x.shape[1] > 40:
             normed = 1.5 * normed
+        if self.kind == "keeps":
+            self.last = mean.mean()
+        if self.kind == "counts":
+            self.calls += 1
+        if self.kind == "appends":
+            self.seen.append(mean.mean())
         if self.kind == "of heads" and x.dim() == 4:
             normed = 1.5 * normed
         if self.kind == "of rows":
@@ -66,6 +76,9 @@ def is_fused(model, path=""):
         ("of many tokens", False),
         ("of heads", False),
         ("of rows", False),
+        ("keeps", False),
+        ("counts", False),
+        ("appends", False),
     ],
 )
 def test_only_what_computes_an_rms_norm_is_one(kind, fused):
@@ -119,6 +132,16 @@ def test_the_trial_runs_no_hooks_and_changes_nothing():
     assert is_fused(model, "0")
     assert not calls
     assert model[0].weight is weight
+
+
+def test_it_is_called_as_its_own_forward_can_be_and_reads_its_own_epsilon():
+    model, same = nn.Sequential(Norm()), nn.Sequential(Norm())
+    same.load_state_dict(model.state_dict())
+    fuse_norms(model, lambda path: True)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(model[0](x=x), same[0](x=x))
+    model[0].variance_epsilon = same[0].variance_epsilon = 2.0
+    torch.testing.assert_close(model[0](x), same[0](x))
 
 
 def test_another_dtype_than_the_weights_goes_the_definitions_way():

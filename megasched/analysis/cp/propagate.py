@@ -30,7 +30,7 @@ from megasched.analysis.cp.trial import (
     trial_sizes,
 )
 from megasched.analysis.recording.backward_code import handed_to_hooks, watched_backward
-from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.recording.meta_call import call_hooks, evaluating, meta_copy, run_on_meta, tensors_in
 from megasched.analysis.stages.hooked_outputs import change_leaves
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.trials.ways import NO_OTHERS, Way, Ways
@@ -63,7 +63,8 @@ def plan_sequence(
         batch, lengths = trial_sizes(model, size, way.length or 0)
         own = (batch, lengths[number]), regions, refuse_region, dict(way.answers), ways.deciding
         run = SequenceRun(meta_copy(model), structure, size, *own)
-        run.run()
+        with evaluating(way.evaluates):
+            run.run()
         return run
 
     while True:

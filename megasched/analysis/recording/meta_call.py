@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -314,6 +315,30 @@ def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
             module.forward = before
 
 
+_TRAINS = ContextVar("trains", default=True)
+
+
+@contextmanager
+def evaluating(wanted: bool) -> Iterator[None]:
+    """Runs its body with ``run_on_meta`` in evaluation mode, if ``wanted``.
+
+    Modules that only drop go on as in training, so that the rest of what differs is looked at alone.
+    """
+    token = _TRAINS.set(not wanted)
+    try:
+        yield
+    finally:
+        _TRAINS.reset(token)
+
+
+def _set_mode(model: nn.Module) -> None:
+    model.train(_TRAINS.get())
+    if not model.training:
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.train()
+
+
 def run_on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -322,12 +347,14 @@ def run_on_meta(
     autograd: bool = False,
     leaves_traces: bool = False,
 ) -> Any:
-    """Runs one forward in training mode and returns its output; the model must be a ``meta_copy``.
+    """Runs one forward and returns its output; the model must be a ``meta_copy``.
+
+    It runs in training mode, but within ``evaluating``.
 
     Args:
         leaves_traces: whether changes to state outside of modules stay for the next call; see ``undisturbed``.
     """
-    model.train()
+    _set_mode(model)
     mode = mode or ScalarAnswers()
     with (
         collector_paused(),

@@ -1,8 +1,8 @@
-"""Finds the ways through a definition's code, which values and the length of a sequence decide.
+"""Finds the ways through a definition's code, which values, the length of a sequence and evaluation decide.
 
 A trial on meta has no values and is short. It goes one way. Where the code asks for a value, or for the length, a
 run may go another, with operations that no trial has met. So the code runs with other answers, and on sequences as
-long as those of a run. Every way that differs is one more to be analysed.
+long as those of a run, and as an evaluation runs it. Every way that differs is one more to be analysed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megasched.analysis.notes.code_facts import CodeFacts, Numbers
-from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta
+from megasched.analysis.recording.meta_call import (
+    ScalarAnswers,
+    call_hooks,
+    evaluating,
+    meta_copy,
+    run_on_meta,
+)
 from megasched.analysis.recording.numbers import numbers_in
 from megasched.analysis.recording.sites import Site, running_lines
 from megasched.analysis.recording.tape import Operation
@@ -49,14 +56,18 @@ class Way:
     Attributes:
         answers: answers to questions about values; ``ScalarAnswers`` answers the others.
         length: length of a sequence; None for that of a trial.
+        evaluates: whether the model is in evaluation mode.
     """
 
     answers: tuple[tuple[Site, int], ...] = ()
     length: int | None = None
+    evaluates: bool = False
 
     def __str__(self) -> str:
         places = ", ".join(str(site) for site, _ in self.answers)
-        return f"the value that {places} asks for" if places else "the length of the sequence"
+        if places:
+            return f"the value that {places} asks for"
+        return "whether it trains or evaluates" if self.evaluates else "the length of the sequence"
 
 
 TRIAL = Way()
@@ -83,7 +94,7 @@ NO_OTHERS = Ways()
 def find_ways(
     model: nn.Module, short: Inputs, inputs_of: InputsOf | None = None, length: int | None = None
 ) -> Ways:
-    """Runs a model with other answers to its questions, and on longer sequences, and returns its ways.
+    """Runs a model with other answers to its questions, on longer sequences and in evaluation; returns its ways.
 
     Args:
         model: the definition; what runs are copies on meta, each but once, as a forward may change its modules.
@@ -97,8 +108,43 @@ def find_ways(
     search = _Search(model, short, inputs_of)
     if length is not None and inputs_of is not None:
         search.look_at_length(length)
+    search.look_at_evaluation()
     search.look_at_answers()
     return Ways(tuple(search.others), frozenset(search.deciding), tuple(sorted(search.too_many)))
+
+
+def evaluates_otherwise(model: nn.Module, inputs: Inputs) -> bool:
+    """Returns whether an evaluation runs other operations, or other lines, than training without dropouts.
+
+    Where it does not run on meta at all, nothing can be said of it, and that is no reason not to train.
+
+    Args:
+        model: the definition.
+        inputs: arguments of its forward in a trial, on meta.
+    """
+    runs = []
+    for evaluates in (False, True):
+        with suppress(ScheduleError), _NoDropout(), evaluating(evaluates):
+            runs.append(_WayRun(meta_copy(model), inputs, Way()).done)
+    return len(runs) == 2 and runs[0] != runs[1]
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func in _DROPOUTS else func(*args, **(kwargs or {}))
+
+
+# torch's own, and the functions around them, which a mode sees first.
+_DROPOUTS = frozenset(
+    getattr(module, name)
+    for module, names in (
+        (torch, "dropout feature_dropout alpha_dropout feature_alpha_dropout"),
+        (nn.functional, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    )
+    for name in names.split()
+)
 
 
 class _Search:
@@ -130,13 +176,22 @@ class _Search:
             shorter *= 2
         self._found(Way(length=length), whole)
 
+    def look_at_evaluation(self) -> None:
+        """Adds a way if an evaluation computes otherwise."""
+        if evaluates_otherwise(self.model, self.short):
+            way = Way(evaluates=True)
+            run = self._run(way)
+            self.met |= set(run.code_facts.lines)
+            self.others.append(way)
+            self.waiting.append((way, run))
+
     def look_at_answers(self) -> None:
         """Tries other answers to every question of every way."""
         while self.waiting:
             way, base = self.waiting.pop(0)
             for site, kinds in base.code_facts.asked.items():
                 for answer in _answers(kinds) if site not in dict(way.answers) else ():
-                    other = Way((*way.answers, (site, answer)), way.length)
+                    other = Way((*way.answers, (site, answer)), way.length, way.evaluates)
                     self._look_at(other, base, of_count=kinds == {None})
 
     def _look_at(self, way: Way, base: _WayRun, *, of_count: bool) -> None:
@@ -160,7 +215,8 @@ class _Search:
 
     def _run(self, way: Way, longest: int | None = None) -> _WayRun:
         inputs = self.short if way.length is None or self.inputs_of is None else self.inputs_of(way.length)
-        return _WayRun(meta_copy(self.model), inputs, way, longest)
+        with evaluating(way.evaluates):
+            return _WayRun(meta_copy(self.model), inputs, way, longest)
 
     def _found(self, way: Way, run: _WayRun) -> None:
         lines = frozenset(run.code_facts.lines)

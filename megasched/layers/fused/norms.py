@@ -8,7 +8,7 @@ has no kernel there, is compiled as it is written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.instances import comparable_state, computes, is_of_transformers, small_copy, tried_once
+from megasched.definition.instances import (
+    Itself,
+    comparable_state,
+    computes,
+    is_of_transformers,
+    small_copy,
+    tried_once,
+)
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.regions import Forward, wrap_forward
 
@@ -35,9 +42,10 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) 
     for path, module in model.named_modules():
         if not here(path) or not _may_be_norm(module):
             continue
-        eps = _epsilon(module)
-        if eps is not None and _is_rms_norm(module, eps, 0.0):
-            wrap_forward(module, _fused(module, eps))
+        name = _epsilon_name(module)
+        eps = None if name is None else getattr(module, name)
+        if name is not None and _is_rms_norm(module, eps, 0.0):
+            wrap_forward(module, _fused(module, name))
         elif not is_of_transformers(module):
             continue
         elif te and eps is not None and _is_rms_norm(module, eps, 1.0):
@@ -55,10 +63,10 @@ def _may_be_norm(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def _epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon of a norm, if it has one."""
-    found = [getattr(module, name) for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
-    return found[0] if len(found) == 1 else None
+def _epsilon_name(module: nn.Module) -> str | None:
+    """Returns the name under which a norm has its epsilon, if it has one."""
+    names = [name for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
+    return names[0] if len(names) == 1 else None
 
 
 def _is_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
@@ -69,24 +77,35 @@ def _is_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
 
 
 def _computes_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
-    """Compares the module with torch's kernel on inputs that reveal differences: small ones show epsilon."""
+    """Compares the module with torch's kernel on inputs that reveal differences: small ones show epsilon.
+
+    A module whose code leaves something behind on it does more than that.
+    """
     size = module.weight.shape[0]
     small = small_copy(module, {"weight": (size,)})
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x, (size,), small.weight + added, eps)
 
-    return computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
+    before = {name: (Itself(value), _length(value)) for name, value in vars(small).items() if name != "training"}
+    equal = computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
+    after = {name: (Itself(value), _length(value)) for name, value in vars(small).items() if name != "training"}
+    return equal and before == after
 
 
-def _fused(module: nn.Module, eps: float) -> Callable[[Forward], Forward]:
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, Sized) and not isinstance(value, torch.Tensor) else None
+
+
+def _fused(module: nn.Module, epsilon: str) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
-        def fused(x: torch.Tensor) -> torch.Tensor:
+        def fused(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            (x,) = (*given, *named.values())
             if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
                 return forward(x)
             if x.is_cuda:  # the kernel would copy columns of a joint product in both passes, and keep all of it
                 x = x.contiguous()
-            return F.rms_norm(x, module.weight.shape, module.weight, eps)
+            return F.rms_norm(x, module.weight.shape, module.weight, getattr(module, epsilon))
 
         return fused
 
@@ -100,7 +119,11 @@ def _zero_centered(module: nn.Module, eps: float, forward: Forward) -> Forward:
 
         return RMSNorm(module.weight.shape[0], eps=eps, zero_centered_gamma=True, device="meta")
 
-    return partial(zero_centered_norm, module, kernel, forward)
+    def fused(*given: torch.Tensor, **named: torch.Tensor) -> Any:
+        (x,) = (*given, *named.values())
+        return zero_centered_norm(module, kernel, forward, x)
+
+    return fused
 
 
 def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Forward, x: torch.Tensor) -> Any:
@@ -118,7 +141,8 @@ def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Fo
 
 
 def _compiled(module: nn.Module, forward: Forward) -> Forward:
-    def fused(x: torch.Tensor) -> Any:
+    def fused(*given: torch.Tensor, **named: torch.Tensor) -> Any:
+        (x,) = (*given, *named.values())
         return compiled_norm(module, x)
 
     return fused

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from megasched.analysis.find_layer_stack import flow_of
-from megasched.analysis.recording.meta_call import ScalarAnswers, call_hooks, meta_copy, run_on_meta, tensors_in
+from megasched.analysis.recording.meta_call import (
+    ScalarAnswers,
+    call_hooks,
+    evaluating,
+    meta_copy,
+    run_on_meta,
+    tensors_in,
+)
 from megasched.analysis.recording.numbers import numbers_in
 from megasched.analysis.recording.tape import Call, Operation, Tape, TapeReader
 from megasched.analysis.stages.layer_stack import LayerStack
@@ -96,7 +103,9 @@ def why_not_other_ways(model: nn.Module, structure: LayerStack, ways: Ways) -> s
         return f"the value that {site} asks for decides on more ways than are looked at"
     flow = flow_of(model, structure) if ways.others else None
     for way in ways.others:
-        if flow_of(model, structure, dict(way.answers), way.length) != flow:
+        with evaluating(way.evaluates):
+            other = flow_of(model, structure, dict(way.answers), way.length)
+        if other != flow:
             return f"what goes from layer to layer goes by {way}"
     return ""
 

@@ -15,7 +15,7 @@ from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.session import open_session
 from tests import remote
-from tests.ways import BY_LENGTH, BY_VALUES, SEES_TENSORS_OF_LISTS
+from tests.ways import BY_LENGTH, BY_MODE, BY_VALUES, SEES_TENSORS_OF_LISTS
 
 LAYOUTS = {
     "tp2": ParallelDims(tensor_model_parallel_size=2),
@@ -131,6 +131,27 @@ def test_a_long_sequence_is_looked_at_at_the_shortest_length_that_goes_its_way(l
     assert [way.length for way in ways_of(long, length).others] == ways
 
 
+class Dropping(By):
+    """Has ways to drop that an evaluation goes without, and one operation that only an evaluation has."""
+
+    def __init__(self, code, change):
+        super().__init__(code)
+        self.dropout, self.change = nn.Dropout(0.5), change
+
+    def forward(self, x):
+        x = self.dropout(super().forward(x))
+        x = nn.functional.dropout(x, 0.5, self.training)
+        return x.exp() if self.change and not self.training else x
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_an_evaluation_is_looked_at_where_more_than_dropouts_differs(change):
+    found = find_ways(Dropping(above, change), {"x": torch.empty(1, 2, 4, device="meta")})
+    assert [(way.evaluates, len(way.answers)) for way in found.others] == (
+        [(True, 0), (False, 1), (True, 1)] if change else [(False, 1)]
+    )
+
+
 def test_every_fact_of_a_way_is_joined():
     known = joined_ways._OF_ANY | joined_ways._BY_MODULE | {"other_calls"}
     known |= {
@@ -166,10 +187,10 @@ OF_WIDTH = [
 
 
 @pytest.mark.parametrize(
-    "name", [*GATHERED, *OF_WIDTH, "a size on another way", "another way if long", "chunks if long"]
+    "name", [*GATHERED, *OF_WIDTH, *BY_MODE, "a size on another way", "another way if long", "chunks if long"]
 )
 def test_what_only_another_way_needs_whole_is_gathered(name, tmp_path):
-    plan = planned(tmp_path, (BY_VALUES | BY_LENGTH)[name], "tp2")
+    plan = planned(tmp_path, (BY_VALUES | BY_LENGTH | BY_MODE)[name], "tp2")
     assert {path for path in plan.tp_facts.gather if path.endswith(("gate_proj", "up_proj"))}
 
 
