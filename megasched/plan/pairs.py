@@ -1,4 +1,8 @@
-"""Derives communication without example inputs: only from pairs of a column and a row linear in one module."""
+"""Derives communication without example inputs: only from pairs of a column and a row linear in one module.
+
+The module's own forward shows that it hands each column's output on to a row, and to nothing else that would need
+the whole of it. It is run by itself, on one tensor as wide as the columns take it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ from collections import defaultdict
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
-from megasched.analysis.tp.facts import TpFacts
-from megasched.errors import Problem
+from megasched.analysis.analysis_cache import AnalysisCache
+from megasched.analysis.tp.facts import TpAssumptions, TpFacts
+from megasched.analysis.tp.replay import Rank
+from megasched.errors import Problem, ScheduleError
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
 
@@ -32,12 +39,16 @@ def take_pairs(plan: Plan, model: nn.Module) -> tuple[TpFacts, list[Problem]]:
         elif cut in ("column", "row") and not _stated(plan, record, cut, tp_facts):
             families[record.path.rpartition(".")[0]][cut].append(record)
     for parent, family in families.items():
-        between = _between(plan, model.get_submodule(parent), parent)
+        module = model.get_submodule(parent)
+        between = _between(plan, module, parent)
+        unlike = "" if between or not (family["row"] and family["column"]) else _unlike_pairs(plan, module, parent)
         for record in family["column"]:
             what = "nothing tells where the sharded output goes: no row-parallel linear stands beside it"
             if family["row"]:
                 what = f"{between} stands beside it, and nothing tells whether it meets the sharded output"
-            if not family["row"] or between:
+            if unlike:
+                what = f"nothing tells that its output goes to a row-parallel linear alone: {unlike}"
+            if not family["row"] or between or unlike:
                 remedy = _REMEDY + '.sync("fwd_post", "all_gather")'
                 problems.append(Problem(what, record.path, record.source, remedy))
         for record in family["row"] if not family["column"] else ():
@@ -98,6 +109,36 @@ def _read_by(cls: Any) -> frozenset[str]:
         for node in nodes
         if node.attr in ("weight", "bias") and isinstance(node.value, ast.Attribute) and id(node) not in kinds
     )
+
+
+def _unlike_pairs(plan: Plan, module: nn.Module, path: str) -> str:
+    """Returns why the cuts in a module are not known to be pairs; empty where its forward shows that they are."""
+    inside = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
+    cuts = {name: plan.cuts[full] for name, full in inside.items() if full in plan.cuts}
+    components = {
+        name: plan.placement(inside[name], "weight").components for name, cut in cuts.items() if cut != "row"
+    }
+    columns = [module.get_submodule(name) for name, cut in cuts.items() if cut == "column"]
+    widths = {int(getattr(column, "in_features", 0)) for column in columns}
+    arguments = inspect.signature(module.forward).parameters.values()
+    needed = [one.name for one in arguments if one.default is one.empty and one.kind not in _ANY_NUMBER]
+    if len(needed) != 1 or len(widths) != 1:
+        return f"the forward of {type(module).__name__} takes more than one tensor"
+    runs = AnalysisCache()
+    given = {needed[0]: torch.empty(2, 5, widths.pop(), device="meta")}
+    try:
+        assume = TpAssumptions(cuts, components=components)
+        tp_facts = runs.propagate(module, given, assume, loss_takes_shards=False)
+        sizes = runs.unproven_sizes(tp_facts, Rank(max(2, plan.layout.tp), cuts, components, {}), cuts, {})
+    except ScheduleError as error:
+        return error.problems[0].what
+    if tp_facts.problems:
+        return tp_facts.problems[0].what
+    whole = [*sorted({*tp_facts.gather, *sizes}), *sorted({*tp_facts.scatter, *tp_facts.partial})]
+    return f"the forward of {type(module).__name__} needs {whole[0]} otherwise" if whole else ""
+
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _between(plan: Plan, parent: nn.Module, path: str) -> str:

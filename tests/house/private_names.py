@@ -38,7 +38,7 @@ OTHERS = frozenset(
         *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_IncompatibleKeys", "_version"),
         *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_call_impl"),
         *("_is_full_backward_hook", "_cdata", "_schema", "_ops", "_pytree", "_utils", "_get_layout", "_sleep"),
-        *("_DisableTorchDispatch", "_DropoutNd", "_ForceDispatchKeyGuard", "_TorchDispatchModeKey"),
+        *("_DisableTorchDispatch", "_DropoutNd", "_NormBase", "_ForceDispatchKeyGuard", "_TorchDispatchModeKey"),
         *("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_current_graph_task_id"),
         *("_init_tp_mesh_device", "_active_ddp_module", "_set_params_and_buffers_to_ignore_for_model"),
         *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_tls_local_exclude_set", "_get_dispatch_mode"),

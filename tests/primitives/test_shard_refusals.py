@@ -231,6 +231,9 @@ def test_without_inputs_only_pairs_that_speak_for_themselves():
             for name, module in more.items():
                 self.add_module(name, module)
 
+        def forward(self, x):
+            return self.down(self.up(x).tanh())
+
     def pair(sch):
         sch["up"].shard("weight", axis=0)
         sch["down"].shard("weight", axis=1)
@@ -249,6 +252,41 @@ def test_without_inputs_only_pairs_that_speak_for_themselves():
     (problem,) = refused(Pair(), lambda sch: sch["down"].shard("weight", axis=1))
     assert problem.what.startswith("nothing tells whether its input is sharded")
     assert 'sync("fwd_pre", "scatter")' in problem.remedy
+
+
+def halves(module, x):
+    gate, up = module.up(x).chunk(2, dim=-1)
+    return module.down(torch.cat([gate * up, gate], dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (halves, "the forward of Code needs up otherwise"),
+        (lambda module, x: module.down(module.up(x).softmax(-1)), "the forward of Code needs up otherwise"),
+        (lambda module, x: (module.down(module.up(x)), module.up(x)), "the forward of Code needs up otherwise"),
+        (lambda module, x: module.up(x) + module.down(x.repeat(1, 1, 2)).sum(), "the forward of Code needs"),
+        (lambda module, x: module.down(module.up(x) / module.up(x).shape[-1]), "the forward of Code needs up"),
+        (lambda module, x: module.down(module.up(x).view(9, 16)), "the forward fails in a trial call"),
+    ],
+    ids=["halves", "softmax", "also out", "not into the row", "by its width", "of other inputs"],
+)
+def test_without_inputs_the_code_between_a_pair_is_looked_at(code, why):
+    class Code(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return code(self, x)
+
+    def pair(sch):
+        sch["0.up"].shard("weight", axis=0)
+        sch["0.down"].shard("weight", axis=1)
+
+    (problem,) = refused(nn.Sequential(Code()), pair)
+    assert problem.what.startswith(f"nothing tells that its output goes to a row-parallel linear alone: {why}")
+    assert problem.module == "0.up"
 
 
 def test_without_inputs_a_statement_does():

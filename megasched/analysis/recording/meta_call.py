@@ -322,7 +322,8 @@ _TRAINS = ContextVar("trains", default=True)
 def evaluating(wanted: bool) -> Iterator[None]:
     """Runs its body with ``run_on_meta`` in evaluation mode, if ``wanted``.
 
-    Modules that only drop go on as in training, so that the rest of what differs is looked at alone.
+    torch's own dropouts and norms go on as in training, so that the rest of what differs is looked at alone: each
+    channel goes by itself in both modes.
     """
     token = _TRAINS.set(not wanted)
     try:
@@ -335,7 +336,7 @@ def _set_mode(model: nn.Module) -> None:
     model.train(_TRAINS.get())
     if not model.training:
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):
                 module.train()
 
 
