@@ -1,7 +1,8 @@
-"""Validation in micro-batches of another size than in training, where ranks send batches to each other."""
+"""Validation alone, and in micro-batches of another size than in training."""
 
 import pytest
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.ranks.pool import RankError
 from tests import tiny
 from tests.parity.validation import validate
@@ -9,6 +10,25 @@ from tests.patches.mended import run_without
 
 VALIDATION = "--eval-iters 2 --eval-interval 1 --split 50,50,0 --eval-micro-batch-size"
 TP2 = "--tensor-model-parallel-size 2"
+
+
+def validate(model, flags, **options):
+    """The loss of each validation, where it is known."""
+    from megatron.training import training
+
+    found, real = [], training.evaluate
+
+    def evaluate(*given, **named):
+        result = real(*given, **named)
+        found.extend(float(loss) for loss in (result[0] or {}).values())
+        return result
+
+    training.evaluate = evaluate
+    try:
+        train(model, flags, iterations=1, **options)
+    finally:
+        training.evaluate = real
+    return found
 
 
 @pytest.mark.parametrize("size", ["1", "4"])
@@ -30,3 +50,21 @@ def test_the_fault_is_still_there_without_the_patch(ranks, tmp_path):
     model = tiny.save("llama", tmp_path / "llama")
     with pytest.raises(RankError, match=r"\[4, 16\]|size|shape|Connection|Message"):
         ranks.run(2, validate_unpatched, model, [*TP2.split(), *VALIDATION.split(), "4"])
+
+
+ALONE = "--eval-iters 2 --eval-interval 1 --split 50,50,0"
+
+
+@pytest.mark.parametrize("layout", ["", "--bf16", TP2, "--pipeline-model-parallel-size 2"])
+def test_validation_without_training_gives_the_loss_of_the_training_run(ranks, tmp_path, layout):
+    """Megatron makes no gradient buffers for a model that is not trained."""
+    world = 2 if "parallel" in layout else 1
+    (model,) = ranks.run(1, write_small_model, "llama", str(tmp_path / "llama"))
+    flags, save, alone = [*layout.split(), *ALONE.split()], str(tmp_path / "ckpt"), ["--skip-train"]
+    from_weights = {"random_init": False}
+    still = ranks.run(world, validate, model, [*flags, "--lr", "0", "--min-lr", "0"], **from_weights)[-1]
+    assert ranks.run(world, validate, model, [*flags, *alone], **from_weights)[-1][0] == still[0]
+    saved = ranks.run(world, validate, model, [*flags, "--lr", "0.1", "--save", save, "--save-interval", "1"])[-1]
+    loaded = ranks.run(world, validate, model, [*flags, *alone, "--load", save])[-1]
+    assert loaded[0] == saved[0]
+    assert abs(loaded[0] - still[0]) > 1e-3

@@ -14,19 +14,23 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
 from megasched.plan.param_mapping import ParamMapping
 
 
-def digest_of(models: Sequence[Any]) -> str:
+def digest_of(models: Sequence[Any]) -> str | None:
     """Returns a digest of what lies where in the gradient buffers of all ranks; on all ranks together.
 
-    It is the same at any DP size that makes the same buckets.
+    It is the same at any DP size that makes the same buckets. None where there are no gradients: with
+    ``--skip-train`` Megatron does not wrap its models in DistributedDataParallel (``training.py:2035``).
 
     Args:
-        models: the chunks of this rank, as Megatron's DistributedDataParallel wraps them.
+        models: the chunks of this rank, as Megatron wraps them.
     """
+    if not all(isinstance(model, DistributedDataParallel) for model in models):
+        return None
     pp = parallel_state.get_pipeline_model_parallel_rank()
     tp, ep = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     others = _hash([_places(model, model.buffers) for model in models])
