@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu
+from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import broadcast_data
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
@@ -46,6 +47,17 @@ def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[
     seeds = np.cumsum([0, *(n or 0 for n in num_samples)]).tolist()
     train, valid, test = (make(n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
     return train, valid, test
+
+
+def tell_splits(sets: tuple[Any, Any, Any]) -> None:
+    """Tells data sets that are none of Megatron's which of its splits they are.
+
+    Its loader goes by that for ``--eval-micro-batch-size`` and ``--full-validation``
+    (``training/datasets/data_samplers.py:27``).
+    """
+    for split, found in zip(Split, sets, strict=True):
+        if isinstance(found, torch.utils.data.Dataset) and not {"split", "index_split"} & set(dir(found)):
+            found.split = split  # type: ignore[attr-defined]
 
 
 def masked_data(args: Namespace) -> dict[str, Any]:
@@ -121,6 +133,7 @@ def train(objective: Objective, provider: Provider, **defaults: str) -> None:
     def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         print_rank_0("> building train, validation and test datasets ...")
         found = provider(get_args(), num_samples)  # on every rank: Megatron's builder waits for them all
+        tell_splits(found)
         return found if holds_data() else (None, None, None)
 
     # Every rank calls it, once per model chunk; who reads is decided there.

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from megatron.core.datasets.utils import Split
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -60,6 +61,16 @@ def test_images_that_the_model_does_not_take_are_refused(script, folder, written
 def test_without_images_it_says_what_to_give(script, folder):
     with pytest.raises(ConfigError, match="--data-path FILE, or --mock-data"):
         script.datasets(_args(folder, data_path=None), [20, 0, 0])
+
+
+def test_megatrons_loader_is_told_which_split_a_set_is(script, folder):
+    from megasched.launch.pretraining import tell_splits
+
+    _write(folder)
+    for mock in (False, True):
+        sets = script.datasets(_args(folder, split="60,20,20", mock_data=mock), [6, 6, 0])
+        tell_splits(sets)
+        assert [getattr(one, "split", None) for one in sets] == [Split.train, Split.valid, None]
 
 
 def test_mock_images_of_the_three_sets_differ_and_come_back(script, folder):

@@ -5,7 +5,7 @@ import pytest
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.ranks.pool import RankError
 from tests import tiny
-from tests.parity.validation import validate
+from tests.families.cases import save
 from tests.patches.mended import run_without
 
 VALIDATION = "--eval-iters 2 --eval-interval 1 --split 50,50,0 --eval-micro-batch-size"
@@ -68,3 +68,23 @@ def test_validation_without_training_gives_the_loss_of_the_training_run(ranks, t
     loaded = ranks.run(world, validate, model, [*flags, *alone, "--load", save])[-1]
     assert loaded[0] == saved[0]
     assert abs(loaded[0] - still[0]) > 1e-3
+
+
+OF_SCRIPT = {
+    "vit": ("pretrain_vision_classify", "--seq-length", "10", "--vocab-size", "5"),
+    "bert": ("pretrain_bert",),
+    "t5": ("pretrain_t5", "--decoder-seq-length", "12"),
+}
+
+
+@pytest.mark.parametrize("family", OF_SCRIPT)
+def test_the_mock_data_of_each_script_come_in_micro_batches_of_validation(ranks, tmp_path, family):
+    """Megatron's loader took those of training for data that do not say which split they are."""
+    model, (script, *sizes) = save(family, tmp_path), OF_SCRIPT[family]
+    of_size = {
+        size: ranks.run(1, validate, model, [*sizes, *VALIDATION.split(), size], script=script)[0]
+        for size in ("1", "2", "8")
+    }
+    assert len(of_size["2"]) >= 1
+    for size in ("1", "8"):
+        assert of_size[size] == pytest.approx(of_size["2"], rel=1e-6)
