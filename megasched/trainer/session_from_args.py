@@ -51,6 +51,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     Raises:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
+    _refuse_missing(args)
     schedule = add_options(args.model_schedule, args.schedule_option or ())
     session = open_session(
         schedule,
@@ -86,6 +87,18 @@ def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:
     elif not args.allow_unverified:
         refuse_unverified(session.definition, session.plan.layout)
         _warn_of_options(session, args)
+
+
+def _refuse_missing(args: Namespace) -> None:
+    """Refuses a run without the sizes of its batches, with which the model is planned.
+
+    Raises:
+        ConfigError: with those that are missing.
+    """
+    sizes = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
+    missing = [flag for flag, size in sizes.items() if size is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} missing: say how large the batches of the run are")
 
 
 def _refuse_length(args: Namespace) -> None:

@@ -89,6 +89,13 @@ def test_the_balanced_cut_becomes_megatrons_layout(llama):
     assert get_session().schedule.layout.vpp == 2
 
 
+def test_sizes_of_batches_that_are_missing_are_named(llama):
+    with pytest.raises(ConfigError, match=r"^--micro-batch-size missing: say how large"):
+        begin_session(arguments(llama, micro_batch_size=None), {})
+    with pytest.raises(ConfigError, match=r"^--seq-length and --micro-batch-size missing"):
+        begin_session(arguments(llama, micro_batch_size=None, seq_length=None), {})
+
+
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
     monkeypatch.setattr("megasched.trainer.evidence.compatibility.load_matrix", lambda: {"types": {}})
     for one_rank in (arguments(llama), arguments(llama, world_size=1)):

@@ -179,16 +179,14 @@ def apply_derived(args: argparse.Namespace, given: Mapping[str, GivenFlag]) -> l
         tp_facts |= expert_arguments(args, config, objective, tp_facts)
     positions = tp_facts["position_embedding_type"]
     tp_facts["use_rotary_position_embeddings"] = SourcedValue(positions.value == "rope", positions.source)
-    fixed = tp_facts.get("seq_length")
-    sequence = fixed.value if fixed else args.seq_length or args.encoder_seq_length
+    lengths = _lengths(args, tp_facts)
     if "max_position_embeddings" not in tp_facts:
-        tp_facts["max_position_embeddings"] = SourcedValue(
-            args.max_position_embeddings or sequence, "no limit in the HF config"
-        )
+        longest = max(args.max_position_embeddings or 0, *lengths.values()) or None
+        tp_facts["max_position_embeddings"] = SourcedValue(longest, "no limit in the HF config")
     problems = [
         _report("Flags that contradict the HF config", _contradictions(tp_facts, given), _CONTRADICTION_REMEDY),
         _report(_REFUSED_TITLE, refusals(_megatrons(given), unknown=not args.allow_unverified)),
-        _report("Sizes that do not fit the model", _size_conflicts(args, config, sequence, vocab, tp_facts)),
+        _report("Sizes that do not fit the model", _size_conflicts(args, config, lengths, vocab, tp_facts)),
         _report("Flags of expert parallelism that do not fit", [*expert_conflicts(args), *moe_conflicts(args)]),
         _report("Flags that Transformer Engine can't carry out here", te_conflicts(args)),
         _report("Flags of fine-tuning that do not fit", sft_conflicts(args)),
@@ -260,24 +258,38 @@ def _contradictions(tp_facts: Mapping[str, SourcedValue], given: Mapping[str, Gi
     return lines
 
 
+def _lengths(args: argparse.Namespace, tp_facts: Mapping[str, SourcedValue]) -> dict[str, int]:
+    """Returns the lengths of sequences by their flags, 0 for one that is not given, and says one in one place.
+
+    What reads ``args.seq_length`` before Megatron validates it finds there what ``--encoder-seq-length`` says.
+    """
+    fixed = tp_facts.get("seq_length")
+    if args.seq_length is None and not fixed:
+        args.seq_length, args.encoder_seq_length = args.encoder_seq_length, None
+    sequence = fixed.value if fixed else args.seq_length
+    return {"--seq-length": sequence or 0, "--decoder-seq-length": args.decoder_seq_length or 0}
+
+
 def _size_conflicts(
     args: argparse.Namespace,
     config: PretrainedConfig,
-    sequence: int | None,
+    lengths: Mapping[str, int],
     vocab: SourcedValue,
     tp_facts: Mapping[str, SourcedValue],
 ) -> list[str]:
     lines = []
     longest = tp_facts["max_position_embeddings"]
-    if sequence and longest.value and sequence > longest.value:
+    for flag, length in lengths.items():
+        if not longest.value or length <= longest.value:
+            continue
         field = longest.source.partition(" ")[0]
         learned = tp_facts["position_embedding_type"].value == "learned_absolute"
         way = (
             "the model has a learned table of positions, and no rows for more"
             if learned
-            else remedy(config, field, sequence)
+            else remedy(config, field, length)
         )
-        lines.append(f"--seq-length {sequence}, but {longest.source}: {way}")
+        lines.append(f"{flag} {length}, but {longest.source}: {way}")
     if args.tokenizer_type in NULL_TOKENIZERS and args.vocab_size and args.vocab_size > vocab.value:
         lines.append(f"--vocab-size {args.vocab_size} of the {args.tokenizer_type}, but {vocab.source}")
     return lines

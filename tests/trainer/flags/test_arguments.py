@@ -227,6 +227,24 @@ def test_positions_without_a_limit_are_as_long_as_the_sequence(tmp_path: Path) -
     assert derived_args("--hf-model", str(folder), "--seq-length", "77").max_position_embeddings == 77
 
 
+def test_positions_reach_to_the_longer_of_two_sequences(tmp_path: Path) -> None:
+    config("t5", vocab_size=300).save_pretrained(tmp_path / "t5")
+    config("bart", vocab_size=300, max_position_embeddings=24).save_pretrained(tmp_path / "bart")
+    flags = ("--objective", "seq2seq_lm", "--seq-length", "16", "--decoder-seq-length", "32")
+    t5 = ("--hf-model", str(tmp_path / "t5"), *flags)
+    assert derived_args(*t5).max_position_embeddings == 32
+    message = refusal(*t5, "--max-position-embeddings", "20")
+    assert "--max-position-embeddings 20, but no limit in the HF config" in message
+    message = refusal("--hf-model", str(tmp_path / "bart"), *flags)
+    assert "--decoder-seq-length 32, but max_position_embeddings = 24" in message
+
+
+def test_the_length_of_the_encoder_is_that_of_the_sequence(hf_model: str) -> None:
+    args = derived_args("--hf-model", hf_model, "--encoder-seq-length", "32")
+    assert (args.seq_length, args.encoder_seq_length) == (32, None)
+    assert "--seq-length 65, but" in refusal("--hf-model", hf_model, "--encoder-seq-length", "65")
+
+
 def test_no_model_is_a_config_error() -> None:
     assert "--model-schedule needs --hf-model" in refusal("--model-schedule", "auto")
 
