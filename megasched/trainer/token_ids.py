@@ -10,6 +10,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,9 @@ def check_data(prefix: str, vocabulary: int | None, cache: str | None) -> None:
 
 def _known(path: Path, idx: Idx, status: os.stat_result, cache: str | None) -> Range:
     """Returns the range from the cache, if it is of this very file; else finds it, and keeps it if possible."""
-    kept = (Path(cache) if cache else path.parent / "cache") / f"{path.stem}-ids.json"
+    # Data sets of several folders may have one name.
+    name = f"{path.stem}-{sha256(os.fsencode(path.absolute())).hexdigest()[:16]}-ids.json"
+    kept = (Path(cache) if cache else path.parent / "cache") / name
     form = dict.fromkeys(Range.__dataclass_fields__, int)
     with suppress(ConfigError):  # not there, or damaged: it is made anew
         known = Range(**{key: read_json(kept, FOUND, form)[key] for key in form})

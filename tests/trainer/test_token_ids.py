@@ -68,6 +68,19 @@ def test_data_are_read_once(tmp_path, monkeypatch):
     check_data(prefix, 99, str(tmp_path / "file"))  # where nothing can be kept
 
 
+def test_data_sets_of_one_name_in_several_folders_are_kept_apart(tmp_path, monkeypatch):
+    cache, read, real = str(tmp_path / "caches"), [], token_ids._range
+    monkeypatch.setattr(token_ids, "_range", lambda path, *more: read.append(path) or real(path, *more))
+    prefixes = []
+    for name in ("books", "web"):
+        (tmp_path / name).mkdir()
+        prefixes.append(data(tmp_path / name, [0, 98], [97]))
+    monkeypatch.chdir(tmp_path)
+    for prefix in (*prefixes, *prefixes, "web/text"):
+        check_data(prefix, 99, cache)
+    assert [str(path) for path in read] == [f"{prefix}.bin" for prefix in prefixes]
+
+
 def test_of_much_data_a_sample_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(token_ids, "BLOCK", 8)
     monkeypatch.setattr(token_ids, "BLOCKS", 3)
