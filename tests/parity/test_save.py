@@ -52,6 +52,17 @@ def test_old_checkpoints_are_removed_once_a_new_one_is_there(ranks, tmp_path):
     ]
 
 
+def test_a_checkpoint_that_does_not_stay_leaves_no_folder_beside_those_that_do(ranks, tmp_path):
+    folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
+    flags = [*FLAGS, "--save", str(save), "--save-interval", "4"]
+    flags += ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global"]
+    ranks.run(2, train, folder, flags, iterations=5)
+    assert sorted(path.name for path in save.iterdir()) == [
+        *("iter_0000004", "iter_0000005", TRACKER, "non_persistent"),
+    ]
+    assert (save / "non_persistent" / TRACKER).read_text() == "5"
+
+
 def train_until_taken_over(folder, flags, save, at):
     """Trains; before step ``at``, rank 0's folder is taken over as a requeued job does."""
     from megatron.training import training

@@ -68,13 +68,13 @@ def _claimed(setup: Function) -> Function:
 
 
 def _begun(save_checkpoint: Function) -> Function:
-    """Wraps a save so that the writer learns first that a checkpoint begins."""
+    """Wraps a save so that the writer learns first that a checkpoint begins; one to stay, in the folder itself."""
 
     @wraps(save_checkpoint)
-    def begun(iteration: int, *given: Any, **named: Any) -> Any:
-        if _writers:
+    def begun(iteration: int, *given: Any, non_persistent_ckpt: bool = False, **named: Any) -> Any:
+        if _writers and not non_persistent_ckpt:
             _writers[-1].begin(iteration)
-        return save_checkpoint(iteration, *given, **named)
+        return save_checkpoint(iteration, *given, non_persistent_ckpt=non_persistent_ckpt, **named)
 
     return begun
 
