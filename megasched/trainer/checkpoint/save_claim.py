@@ -78,10 +78,14 @@ class Owner:
         return bool(self.job) and self.job == other.job and self.restart > other.restart
 
     def certainly_lives(self, asking: Owner) -> bool:
-        """Returns whether the run is known to be running: by this machine, or by Slurm as another job."""
+        """Returns whether the run is known to be running: by this machine, or by Slurm as another job.
+
+        An earlier start of the same job has lost its folder even if its last process is not gone yet; of the same
+        start there may be several runs, in one allocation.
+        """
         if self.job and self.job != asking.job:
             return has_processes(self.job)
-        if self.job or self.host != asking.host or self.pid == asking.pid:
+        if (self.restart, self.host) != (asking.restart, asking.host) or self.pid == asking.pid:
             return False
         import psutil
 
