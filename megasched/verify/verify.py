@@ -14,7 +14,7 @@ from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, find_objective
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
-from megasched.language.schedule_file import split_file
+from megasched.language.schedule_file import find_schedule, split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.locate.bisect import Call, bisect_records, write_without
@@ -107,6 +107,7 @@ def certify(
     config = load_config(found.hf_model, overrides, trust_remote_code=trust_remote_code)
     objective = find_objective(found.objective)
     definition = build_definition(config, objective, trust_remote_code=trust_remote_code)
+    find_schedule(found.schedule)  # it may put the folder of what it imports on Python's path
     write_certificate(path, subject_of(found.schedule, definition, found.layout, adapter), found.to_dict())
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import version
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +71,7 @@ def subject_of(
             "installed": adapter_origin(config.model_type) if adapter is None else "",
             "sha256": _hash(b"" if adapter is None else read_bytes(adapter, ADAPTER_FILE)),
         },
-        "classes": sources_of(definition),
+        "classes": {**sources_of(definition), **({} if file is None else files_beside(file))},
         "parallelism": _kinds(layout),
     }
 
@@ -90,27 +93,67 @@ def sources_of(definition: PreTrainedModel) -> dict[str, str]:
         except (OSError, TypeError) as error:
             what = f"no certificate speaks for {kind.__module__}.{name}: its source can't be read"
             raise ConfigError(what) from error
-    for file in _files_of({kind.__module__ for kind in custom_classes(definition)}):
-        found[file.name] = _hash(file.read_bytes())
+    modules = {kind.__module__ for kind in custom_classes(definition)}
+    found |= _hashes(_files_of({name: file for name in modules if (file := _file(name))}))
     return dict(sorted(found.items()))
 
 
-def _files_of(modules: set[str]) -> list[Path]:
-    """Returns the files of modules and of those whose code they use, but not of installed packages."""
-    todo, met = sorted(modules), dict[str, Path]()
+def files_beside(schedule: Path) -> dict[str, str]:
+    """Returns hashes of the files that a schedule imports, by their names: what it puts into a model is there."""
+    main = ""  # it is no module that others import
+    return _hashes([file for file in _files_of({main: schedule}) if file != schedule])
+
+
+def _hashes(files: Sequence[Path]) -> dict[str, str]:
+    """Returns hashes by the names of files; of several with one name, a hash of all."""
+    by_name: dict[str, list[str]] = {}
+    for file in files:
+        by_name.setdefault(file.name, []).append(_hash(file.read_bytes()))
+    return {name: of[0] if len(of) == 1 else _hash(" ".join(sorted(of)).encode()) for name, of in by_name.items()}
+
+
+def _files_of(todo: dict[str, Path]) -> list[Path]:
+    """Returns the files of modules and of those that they import, but not of installed packages.
+
+    Imports inside of functions count, and nothing is imported to look at it.
+    """
+    met = dict[str, Path]()
     while todo:
-        name = todo.pop()
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        if name in met or name.partition(".")[0] in (*LIBRARIES, "megasched") or not file:
-            continue
-        if "site-packages" in Path(file).parts:
-            continue
-        met[name] = Path(file)
-        for value in vars(module).values():
-            user = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-            todo += [user] if isinstance(user, str) else []
-    return list(met.values())
+        name, file = todo.popitem()
+        met[name] = file
+        module = vars(sys.modules[name]).values() if name in sys.modules else ()
+        users = {one.__name__ if inspect.ismodule(one) else getattr(one, "__module__", None) for one in module}
+        for user in {*_imported(name, file), *users}:
+            found = _file(user) if isinstance(user, str) and user not in met else None
+            if found is not None:
+                todo[user] = found
+    return list(dict.fromkeys(met.values()))
+
+
+def _file(name: str) -> Path | None:
+    """Returns the file of a module, imported or not; None for one of an installed package or without a file."""
+    if name.partition(".")[0] in (*LIBRARIES, "megasched"):
+        return None
+    file, within = getattr(sys.modules.get(name), "__file__", None), None
+    for end in range(1, name.count(".") + 2) if name not in sys.modules else ():
+        spec = PathFinder.find_spec(".".join(name.split(".")[:end]), within)
+        if spec is None:
+            return None
+        file, within = spec.origin, spec.submodule_search_locations
+    path = Path(file) if isinstance(file, str) else None
+    return path if path and path.suffix == ".py" and "site-packages" not in path.parts else None
+
+
+def _imported(name: str, file: Path) -> Iterator[str]:
+    """Yields the names of modules that a file may import: what is imported from a package may be one, too."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def custom_classes(definition: PreTrainedModel) -> list[type]:

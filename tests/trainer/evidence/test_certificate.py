@@ -19,6 +19,8 @@ from megasched.trainer.evidence.certificate import (
     subject_of,
     write_certificate,
 )
+from megasched.verify.verify import certify
+from tests import tiny
 
 HEAD = """
 from torch import nn
@@ -202,6 +204,43 @@ def test_a_function_in_another_file_that_has_changed_is_told(tmp_path, schedule,
     (tmp_path / "halves.py").write_text("def half(x):\n    return x / 3\n")
     with pytest.raises(ConfigError, match=r"halves\.py has other code beside its classes"):
         require_certificate(path, subject_of(schedule, given, SMALL))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import mine.deep", "from mine import deep", "def schedule(sch, layout):\n    from mine.deep import half"],
+)
+def test_what_a_schedule_imports_that_has_changed_is_told(tmp_path, monkeypatch, line):
+    """It is what the schedule replaces modules by; constants and what is imported late count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "deep.py").write_text("from .values import HALF\nfrom torch import nn\n")
+    (tmp_path / "mine" / "values.py").write_text("HALF = 0.5\n")
+    schedule = tmp_path / "schedule.py"
+    schedule.write_text(f"{line}\n")
+    path = certified(tmp_path, str(schedule))
+    require_certificate(path, subject_of(str(schedule), definition(), LARGE))
+    (tmp_path / "mine" / "values.py").write_text("HALF = 0.25\n")
+    assert "values.py has other code beside its classes" in refusal(path, str(schedule))
+    (tmp_path / "mine" / "deep.py").unlink()
+    assert "deep.py has other code beside its classes" in refusal(path, str(schedule))
+    assert not {"mine", "mine.deep"} & sys.modules.keys()
+
+
+def test_a_schedule_may_say_itself_where_its_imports_lie(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "values_of_lib.py").write_text("HALF = 0.5\n")
+    schedule = tmp_path / "schedule.py"
+    schedule.write_text(
+        f"import sys\nsys.path.append({str(tmp_path / 'lib')!r})\n"
+        "def schedule(sch, layout):\n    import values_of_lib\n"
+    )
+    found = SimpleNamespace(hf_model=tiny.save("llama", tmp_path), objective="causal_lm", layout=SMALL)
+    found.schedule, found.to_dict = str(schedule), lambda: {"verdict": "equal"}
+    certify(found, tmp_path / "certificate.json")
+    assert "values_of_lib.py" in read_certificate(tmp_path / "certificate.json")["classes"]
 
 
 def test_a_class_without_source_is_not_spoken_for(schedule):
