@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from megasched.errors import Problem, ScheduleError
-from megasched.graph import opaque
+from megasched.analysis.notes.restorable_state import restored
+from megasched.analysis.recording.chance import PythonDraws
+from megasched.errors import ScheduleError
+from megasched.graph import effects, opaque
 from megasched.graph.explain import explain
 from megasched.graph.intercept import Limits, intercepting
 from megasched.graph.naming import name_nodes
@@ -32,8 +34,8 @@ class Graph:
 
     Attributes:
         module: runs on ``[*state, *constants, *inputs]`` in the order of ``feeds`` and returns a list of tensors.
-        feeds: value of each placeholder: a parameter or buffer by its name in the traced module, a constant, or
-            the input of that number.
+        feeds: value of each placeholder: a parameter, a buffer or another attribute by its name in the traced
+            module, a constant, or the input of that number.
         result: structure of the module's result.
         names: name -> operation, in the order in which they run.
         inputs: names of placeholders.
@@ -65,17 +67,32 @@ class _Entry(nn.Module):
     """Wraps a call for export: it takes the call's tensors alone, and makes the call with them."""
 
     def __init__(
-        self, root: nn.Module, forward: Callable[..., Any], call: opaque.TensorTree, limits: Limits
+        self, root: nn.Module, forward: Callable[..., Any], call: opaque.TensorTree, limits: Limits, *, trial: bool
     ) -> None:
         super().__init__()
         self.root = root
-        self.inner, self.call, self.limits = forward, call, limits
+        self.inner, self.call, self.limits, self.trial = forward, call, limits, trial
         self.result: opaque.TensorTree | None = None
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        recording = opaque.active()
+        assert recording is not None
+        probe = recording.made is None  # in which what stays a call runs, too
         args, kwargs = self.call.put(tensors)
-        with intercepting(self.root, self.limits):  # here: export itself replaces how modules are called
-            self.result, found = opaque.TensorTree.take(self.inner(*args, **kwargs))
+        with (
+            intercepting(self.root, self.limits),  # here: export itself replaces how modules are called
+            restored(self.root, values=probe, outside=self.trial) as before,
+        ):
+            draws = PythonDraws()
+            output = self.inner(*args, **kwargs)
+            if not probe:
+                effects.refuse_changes(before, self.root, trial=self.trial)
+                effects.refuse_changed_arguments(self.call, tensors, (args, kwargs))
+            if self.trial and probe:
+                effects.refuse_changes_outside(before, self.root)
+            elif self.trial:
+                effects.refuse_draws(draws)
+            self.result, found = opaque.TensorTree.take(output)
         return found
 
 
@@ -89,32 +106,37 @@ def capture(
     path: str = "",
     source: str = "",
     probe: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    trial: bool = False,
 ) -> Graph:
     """Returns the graph of ``forward(*args, **kwargs)``, where ``forward`` is that of ``root``.
 
-    The call is run once without autograd (the probe), then exported. The export runs in its own thread, so that
-    modes and hooks around the call (recomputation, an emulated device) do not affect it.
+    The call is run once without autograd (the probe), then exported; neither changes what the module's code keeps.
+    The export runs in its own thread, so that modes and hooks around the call (recomputation, an emulated device)
+    do not affect it.
 
     Args:
         path, source: of the module and of the caller, for the message of an error.
         probe: surrounds the probe; restores random states.
+        trial: whether nothing but this runs, as while a schedule is written: then what the code changes outside
+            of modules is looked at, too.
 
     Raises:
         ScheduleError: it can't be traced; names the module, its line and a remedy.
     """
     call, tensors = opaque.TensorTree.take((args, kwargs))
     calls = opaque.Recording()
-    entry = _Entry(root, forward, call, limits)
+    entry = _Entry(root, forward, call, limits, trial=trial)
     try:
         with limits.waiting_for_none(root):
-            with opaque.recording(calls), torch.no_grad(), probe():
-                entry(*tensors)
+            copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            with opaque.recording(calls), torch.no_grad(), probe(), effects.Strangers(root, copies):
+                entry(*copies)
             _enter_fake_tensors_here()
             with ThreadPoolExecutor(1) as thread:
                 program = thread.submit(_export, entry, tensors, calls, _surroundings()).result()
+            return _graph_of(program, entry, calls, list(_argument_names(forward, args, kwargs)))
     except Exception as error:
         raise ScheduleError(explain(error, root, path, source)) from error
-    return _graph_of(program, entry, calls, list(_argument_names(forward, args, kwargs)), path, source)
 
 
 def _enter_fake_tensors_here() -> None:
@@ -150,40 +172,45 @@ def _export(
 
 
 def _graph_of(
-    program: torch.export.ExportedProgram,
-    entry: _Entry,
-    calls: opaque.Recording,
-    arguments: list[str],
-    path: str,
-    source: str,
+    program: torch.export.ExportedProgram, entry: _Entry, calls: opaque.Recording, arguments: list[str]
 ) -> Graph:
     module = program.graph_module
-    signature = program.graph_signature
-    written = [spec.target for spec in signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
-    if written:
-        what = f"writes to {', '.join(str(name).removeprefix(_PREFIX) for name in written)} in its forward"
-        remedy = "keep the module that does so a call: trace(leaves=[...])"
-        raise ScheduleError(Problem(what, path, source, remedy))
-    for part in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        _put_calls(part, calls)
     feeds: list[str | torch.Tensor | int] = []
     titles: list[str] = []
-    for spec in signature.input_specs:
+    names: list[str] = []  # as users know them
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.target).removeprefix(_PREFIX)
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            feeds.append(str(spec.target).removeprefix(_PREFIX))
-            titles.append(feeds[-1])
+            feeds.append(name)
+            titles.append(name)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            feeds.append(program.constants[str(spec.target)])
+            constant = program.constants[str(spec.target)]
+            feeds.append(name if _attribute(entry.root, name) is constant else constant)
             titles.append(f"constant.{spec.target}")
-        else:
+        elif spec.kind is InputKind.USER_INPUT:
             feeds.append(sum(isinstance(feed, int) for feed in feeds))
-            titles.append(arguments[feeds[-1]])
+            titles.append(name := arguments[feeds[-1]])
+        else:
+            raise effects.Unfit(f"it reads an object that a graph can't take ({spec.kind.name})")
+        names.append(name)
     assert entry.result is not None
     graph = Graph(module, feeds, entry.result)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     graph.inputs = dict(zip(titles, placeholders, strict=True))
+    effects.refuse_writes(entry.root, module, names)
+    for part in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        _put_calls(part, calls)
     graph.names = name_nodes(module.graph, _PREFIX.rstrip("."))
     return graph
+
+
+def _attribute(root: nn.Module, name: str) -> Any:
+    """Returns what an attribute of a module below ``root`` holds, or None where there is no such attribute."""
+    path, _, own = name.rpartition(".")
+    try:
+        return getattr(root.get_submodule(path), own, None)
+    except AttributeError:
+        return None
 
 
 def _put_calls(module: fx.GraphModule, calls: opaque.Recording) -> None:

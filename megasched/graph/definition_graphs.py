@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.notes.attribute_values import attributes_of
+from megasched.analysis.notes.restorable_state import restored
 from megasched.analysis.recording.meta_call import (
     ScalarAnswers,
     call_hooks,
@@ -18,6 +20,7 @@ from megasched.analysis.recording.meta_call import (
 )
 from megasched.analysis.trials.replacements import ReplacementTrial
 from megasched.definition.linears import may_be_replaced
+from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
@@ -42,11 +45,12 @@ class DefinitionGraphs:
         self.decomposed: set[str] = set()
         self._alike: dict[Any, Graph] = {}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        if hasattr(self.model, "config"):
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
             self.model.config.use_cache = False
         inputs = example_inputs(self.model)
         if inputs is not None:
-            with call_hooks(self.model, self._note):
+            # What code makes in its first call is seen in a trace.
+            with restored(self.model, values=False, outside=False), call_hooks(self.model, self._note):
                 run_on_meta(self.model, inputs)
         self.model.train()
 
@@ -73,9 +77,15 @@ class DefinitionGraphs:
             remedy = "say it: trace(inputs={parameter: example tensor})"
             raise ScheduleError(Problem(what, path, caller_source(), remedy))
         limits = Limits(leaves, self._decomposed(path))
-        key = (_fingerprint(module), leaves, tuple(limits.decomposed), _form((args, kwargs)))
+        key = (
+            _fingerprint(module),
+            leaves,
+            tuple(limits.decomposed),
+            tuple(limits.hooked(module)),
+            _form((args, kwargs)),
+        )
         if key not in self._alike:
-            with torch.device("meta"):
+            with torch.device("meta"), undisturbed(module):
                 self._alike[key] = capture(
                     module,
                     module.forward,
@@ -85,6 +95,7 @@ class DefinitionGraphs:
                     path=path,
                     source=caller_source(),
                     probe=ScalarAnswers,
+                    trial=True,
                 )
         self.graphs[path] = self._alike[key]
         return self.graphs[path]
@@ -95,19 +106,12 @@ class DefinitionGraphs:
 
 
 def _fingerprint(module: nn.Module) -> Any:
-    """Returns a key that is equal for modules of a model that differ only in ``layer_idx`` and in values."""
+    """Returns a key that is equal for modules of a model that differ only in their number and in weights."""
     return tuple(
         (
             path,
             type(inner),
-            tuple(
-                sorted((k, v) for k, v in vars(inner).items() if isinstance(v, str | bool) and k != "layer_idx")
-            ),
-            tuple(
-                (k, type(v), v)
-                for k, v in vars(inner).items()
-                if isinstance(v, int | float) and k not in ("layer_idx", "layer_id", "layer_number")
-            ),
+            tuple((k, v) for k, v in attributes_of(inner) if k not in ("layer_idx", "layer_id", "layer_number")),
             tuple((n, p.shape, p.dtype) for n, p in inner.named_parameters(recurse=False)),
             tuple((n, b.shape, b.dtype) for n, b in inner.named_buffers(recurse=False)),
         )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megasched.errors import Problem, ScheduleError
+from megasched.graph.effects import Unfit
 from megasched.graph.intercept import Lost
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -25,13 +26,15 @@ def explain(error: Exception, root: nn.Module, path: str, source: str) -> Proble
     """
     if isinstance(error, ScheduleError):
         return error.problems[0]
-    inner, line = _place(error, root)
+    unfit = next((one for one in _chain(error) if isinstance(one, Unfit)), None)
+    inner, line = _place(error, root) if unfit is None else (unfit.module, "")
     module = ".".join(filter(None, [path, inner]))
-    what = f"can't be traced: {_reason(error)}"
+    what = f"can't be traced: {_reason(unfit or error)}"
     if line:
         what += f"; at {line}"
-    if isinstance(error, Lost) and error.remedy:
-        remedy = error.remedy
+    named = unfit or error
+    if isinstance(named, Lost | Unfit) and named.remedy:
+        remedy = named.remedy
     elif inner:
         remedy = f'keep it a call: sch["{path}"].trace(leaves=["{inner}"])'
     else:
@@ -40,7 +43,7 @@ def explain(error: Exception, root: nn.Module, path: str, source: str) -> Proble
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, Lost):
+    if isinstance(error, Lost | Unfit):
         return str(error)
     name = type(error).__name__
     text = (str(error).strip() or name).splitlines()[0]

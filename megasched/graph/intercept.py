@@ -54,6 +54,14 @@ class Limits:
             else:
                 yield from self.hooked(child, f"{path}.")
 
+    def shown(self, module: nn.Module, prefix: str = "") -> Iterator[nn.Module]:
+        """Yields the module and those below whose code a graph shows: neither they nor one around is a call."""
+        yield module
+        for name, child in module.named_children():
+            path = prefix + name
+            if path in self.decomposed or not (path in self.leaves or self.is_hooked(child)):
+                yield from self.shown(child, f"{path}.")
+
     def wait(self, module: nn.Module) -> None:
         """Runs the module's hooks that wait for its parameters."""
         for hook in filter(self.waits, list(module._forward_pre_hooks.values())):

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.notes.attribute_values import attributes_of
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
 from megasched.graph.opaque import TensorTree
 from megasched.graph.partition import Edit, apply_edit
 
-# Forms of call (shapes, types, training or not, hooked or not) beyond which a module is reported; each costs
-# a trace.
+# Forms of call (shapes, types, training or not, hooked or not, numbers in attributes) beyond which a module is
+# reported; each costs a trace.
 FEW = 8
 _PLAIN = bool | int | float | str | None | torch.dtype | torch.device
 
@@ -71,7 +72,7 @@ class TracedModule:
         if len(self.graphs) == FEW:
             warnings.warn(
                 f"megasched: {self.path or 'the model'} is traced for more than {FEW} forms of call; each new "
-                "shape costs a trace: pad the batches to one length",
+                "shape costs a trace, and each new number in an attribute: pad the batches to one length",
                 stacklevel=3,
             )
         return graph
@@ -94,6 +95,7 @@ class TracedModule:
             tuple((type(value), value) for value in call.others),
             tuple(module.training for module in self.root.modules()),
             tuple(self.limits.hooked(self.root)),
+            tuple(tuple(attributes_of(module)) for module in self.limits.shown(self.root)),
             tuple((p.dtype, p.device) for p in self.root.parameters()),
             torch.is_grad_enabled(),
             casts,

@@ -64,19 +64,25 @@ class State:
         self.generators: set[str] = set()
         self._seen: set[int] = set()
         for path, module in model.named_modules():
-            held = vars(module)
-            for name in held.keys() - _MODULE:
-                self._take(f"{path}.{name}".lstrip("."), held[name], Spot(held, name), 0)
-        for owner in owners_of(model):
-            label = f"{owner.__module__}.{owner.__name__}" if isinstance(owner, type) else owner.__name__
-            for name, value in list(vars(owner).items()):
-                if not name.startswith("__"):
-                    self._take(f"{label}.{name}", value, Spot(owner, name), 0)
+            self._take_module(path, module)
+        self._take_outside(model)
 
     def changed(self, later: State) -> list[str]:
         """Returns the names whose values differ in ``later``, or that only one of the two states has."""
         names = self.values.keys() | later.values.keys()
         return sorted(name for name in names if self.values.get(name, _NONE) != later.values.get(name, _NONE))
+
+    def _take_module(self, path: str, module: nn.Module) -> None:
+        held = vars(module)
+        for name in held.keys() - _MODULE:
+            self._take(f"{path}.{name}".lstrip("."), held[name], Spot(held, name), 0)
+
+    def _take_outside(self, model: nn.Module) -> None:
+        for owner in owners_of(model):
+            label = f"{owner.__module__}.{owner.__name__}" if isinstance(owner, type) else owner.__name__
+            for name, value in list(vars(owner).items()):
+                if not name.startswith("__"):
+                    self._take(f"{label}.{name}", value, Spot(owner, name), 0)
 
     def _take(self, name: str, value: Any, spot: Spot, depth: int) -> None:
         if isinstance(value, _PLAIN):
@@ -135,13 +141,13 @@ def inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
             yield f".{name}", item, Spot(vars(value), name)
     elif isinstance(value, MethodType):
         yield " self", value.__self__, _NOWHERE
-    elif _is_own(type(value)):
+    elif may_keep_state(type(value)):
         held = getattr(value, "__dict__", None)
         for name, item in list(held.items()) if isinstance(held, dict) else ():
             yield f".{name}", item, Spot(held, name)
 
 
-def _is_own(kind: type) -> bool:
+def may_keep_state(kind: type) -> bool:
     """Returns whether a class may keep a definition's state, unlike Python's, torch's, numpy's or Megatron's."""
     root = kind.__module__.partition(".")[0]
     if issubclass(kind, nn.Module | torch.Tensor | type):

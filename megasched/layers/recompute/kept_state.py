@@ -7,8 +7,6 @@ found, and leaves it unchanged.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megasched.analysis.recording.chance import python_random_states, set_python_random_states
 from megasched.errors import Problem, ScheduleError
 
 # Their modules know of recompute themselves.
@@ -91,7 +90,7 @@ class StateBefore:
         self._attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
         self._copies = [(at, tensor.detach().clone()) for at, tensor in kept.to_be_copied()]
         self._versions = {at: (tensor, tensor._version) for at, tensor in kept.tensors()}
-        self._random = _random_states()
+        self._random = python_random_states()
 
     def called(self) -> None:
         """Marks the call as made, and learns which tensors it wrote."""
@@ -102,19 +101,19 @@ class StateBefore:
     def again(self) -> Iterator[None]:
         """Runs its body with the state of the snapshot, and then restores the present one."""
         now = [(module, dict(vars(module)), dict(module._buffers)) for module, _, _ in self._attributes]
-        states = _random_states()
+        states = python_random_states()
         self._put(self._attributes)
         written = self._kept._written or set()
         for at, copy in self._copies:
             if at in written:
                 held = at.module._buffers if at.name in at.module._buffers else vars(at.module)
                 held[at.name] = copy.clone()
-        _set_random_states(self._random)
+        set_python_random_states(self._random)
         try:
             yield
         finally:
             self._put(now)
-            _set_random_states(states)
+            set_python_random_states(states)
 
     @staticmethod
     def _put(attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
@@ -125,14 +124,3 @@ class StateBefore:
             held.update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def _random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])

@@ -1,0 +1,146 @@
+"""Restores what a run that is not to count changes in the state that a module's code keeps between calls."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megasched.analysis.notes.python_state import Spot, State, may_keep_state
+from megasched.analysis.recording.chance import python_random_states, set_python_random_states
+from megasched.definition.module_copy import filled_cells
+
+# Keep state in objects that belong together, some of them outside of modules: restored in part it would not fit.
+_OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
+
+
+class RestorableState(State):
+    """Holds the state of a module's code at one moment, and how to restore it.
+
+    Unlike a ``State``, it compares tensors and torch's generators by identity, buffers and parameters included.
+
+    Args:
+        values: whether ``lend_tensors`` and ``restore`` take care of values of tensors and of torch's generators.
+        outside: whether it holds what is in globals and classes, too. In a run other threads may change that.
+    """
+
+    def __init__(self, model: nn.Module, *, values: bool, outside: bool) -> None:
+        self._values, self._outside = values, outside
+        self._in_modules: frozenset[str] = frozenset()
+        self._compared: list[Any] = []  # held, so that no other tensor gets the id
+        self._restoring: list[Callable[[], None]] = []
+        self._tensors: list[tuple[Spot, torch.Tensor]] = []
+        self._restorable = True
+        super().__init__(model)
+
+    def changed_outside(self, later: RestorableState) -> list[str]:
+        """Returns the names in globals and classes whose values differ in ``later``."""
+        return [name for name in self.changed(later) if name not in self._in_modules | later._in_modules]
+
+    def lend_tensors(self) -> None:
+        """Gives the modules copies of their tensors, parameters excepted, until ``restore``."""
+        copies: dict[int, torch.Tensor] = {}
+        for spot, tensor in self._tensors:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            spot.owner[spot.key] = copies[id(tensor)]
+
+    def restore(self) -> None:
+        """Restores the state."""
+        for restore in reversed(self._restoring):
+            restore()
+
+    def _take_module(self, path: str, module: nn.Module) -> None:
+        self._restorable = type(module).__module__.partition(".")[0] not in _OTHERS
+        if self._restorable:
+            self._note(vars(module))
+        super()._take_module(path, module)
+        self._restorable = True
+        for table in (module._buffers, module._parameters):
+            self._note(table)
+            for name, tensor in table.items():
+                self._take(f"{path}.{name}".lstrip("."), tensor, Spot(table, name), 0)
+
+    def _take_outside(self, model: nn.Module) -> None:
+        self._in_modules, self._values = frozenset(self.values), False
+        if self._outside:
+            super()._take_outside(model)
+
+    def _take(self, name: str, value: Any, spot: Spot, depth: int) -> None:
+        if isinstance(value, torch.Tensor | torch.Generator):
+            self.values[name] = (type(value), id(value))
+            self._compared.append(value)
+        elif id(value) not in self._seen and self._restorable:
+            self._note(value)
+        if isinstance(value, torch.Tensor):
+            lent = self._values and self._restorable and isinstance(spot.owner, dict | list | deque)
+            if lent and not isinstance(value, nn.Parameter):
+                self._tensors.append((spot, value))
+        elif not isinstance(value, torch.Generator):
+            super()._take(name, value, spot, depth)
+        elif self._values and self._restorable:
+            self._restoring.append(partial(value.set_state, value.get_state()))
+
+    def _note(self, value: Any) -> None:
+        self._restoring += _restoring(value)
+
+
+def _restoring(value: Any) -> Iterator[Callable[[], None]]:
+    """Yields what restores the present contents of a container, function, object or random generator."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, dict | list | set | deque):
+        held: Any = dict(value) if isinstance(value, dict) else list(value)
+        yield partial(_fill, value, held)
+    elif isinstance(value, FunctionType):
+        for cell in filled_cells(value).values():
+            yield partial(setattr, cell, "cell_contents", cell.cell_contents)
+        yield from _restoring(vars(value))
+    elif isinstance(value, random.Random):
+        yield partial(value.setstate, value.getstate())
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        yield partial(value.set_state, value.get_state())
+    elif may_keep_state(type(value)) and isinstance(own := getattr(value, "__dict__", None), dict):
+        yield from _restoring(own)
+
+
+def _fill(container: Any, contents: Any) -> None:
+    """Gives a container these contents again, unless it has them."""
+    now, before = ([*each.items()] if isinstance(each, dict) else [*each] for each in (container, contents))
+    if list(map(_identities, now)) == list(map(_identities, before)):
+        return
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(contents)
+
+
+def _identities(item: Any) -> tuple[int, ...]:
+    return tuple(map(id, item)) if isinstance(item, tuple) else (id(item),)
+
+
+@contextmanager
+def restored(model: nn.Module, *, values: bool, outside: bool) -> Iterator[RestorableState]:
+    """Runs its body, a run that is not to count, and restores the state of a model's code.
+
+    Args:
+        values: whether the values of tensors are restored, too, parameters excepted: the body works on copies.
+        outside: whether what is in containers of globals and classes is; what these names stand for is up to
+            ``undisturbed``.
+    """
+    before = RestorableState(model, values=values, outside=outside)
+    drawn = python_random_states()
+    if values:
+        before.lend_tensors()
+    try:
+        yield before
+    finally:
+        before.restore()
+        set_python_random_states(drawn)

@@ -1,0 +1,257 @@
+"""Code that does more than return a result: a graph would lose that, and a module that stays a call does it."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import megasched
+from megasched.graph.intercept import Limits
+from megasched.graph.traced import trace_module
+from tests.graph.running import graphs_run
+from tests.graph.test_primitives import X, alike, backward, refusal
+from tests.lowering.models import Mlp, randomize
+
+TOTALS = {"calls": 0}
+
+
+class Kept(nn.Module):
+    """Keeps something of each kind, of which a test's own class changes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.calls, self.stats, self.outputs = 0, {"calls": 0}, []
+        self.aux = torch.zeros(())
+        self.last = torch.ones(())
+        self.generator = random.Random(3)
+
+
+class Counts(Kept):
+    def forward(self, x):
+        self.calls += 1
+        return self.scale(x) * self.calls
+
+
+class CountsInMapping(Kept):
+    def forward(self, x):
+        self.stats["calls"] += 1
+        return self.scale(x) * self.stats["calls"]
+
+
+class CountsInGlobal(Kept):
+    def forward(self, x):
+        TOTALS["calls"] += 1
+        return self.scale(x) * TOTALS["calls"]
+
+
+class Leaves(Kept):
+    def forward(self, x):
+        self.aux = x.square().mean()
+        return self.scale(x)
+
+
+class Collects(Kept):
+    def forward(self, x):
+        self.outputs.append(x.detach().mean())
+        return self.scale(x) * len(self.outputs)
+
+
+class DrawsInPython(Kept):
+    def forward(self, x):
+        return self.scale(x) * random.random()
+
+
+class DrawsOfItsOwn(Kept):
+    def forward(self, x):
+        return self.scale(x) * self.generator.random()
+
+
+class Averages(Kept):
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.abs().mean((0, 1)), 0.1)
+        return self.scale(x) / self.mean
+
+
+class AveragesAnew(Kept):
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean((0, 1))
+        return self.scale(x) / self.mean
+
+
+class WritesToAttribute(Kept):
+    def forward(self, x):
+        self.last.add_(1)
+        return self.scale(x) * self.last
+
+
+class Normalizes(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(3)
+
+
+class WithoutCount(Normalizes):
+    """torch's kernel writes to its running statistics, which no operation of the graph says."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_batches_tracked = None
+
+
+CHANGES = {
+    Counts: "changes calls, which it keeps",
+    CountsInMapping: "changes stats['calls'], which",
+    CountsInGlobal: "changes tests.graph.test_effects.TOTALS['calls'] outside of",
+    Leaves: "changes aux, which",
+    Collects: "changes outputs[0], which",
+    DrawsInPython: "draws random numbers of Python's",
+    DrawsOfItsOwn: "changes generator, which",
+    Averages: "writes to mean in its forward",
+    AveragesAnew: "changes mean, which",
+    WritesToAttribute: "writes to last in its forward",
+    Normalizes: "writes to num_batches_tracked, running_mean, running_var in its forward",
+    WithoutCount: "writes to running_mean, running_var in its forward",
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.__name__)
+def test_what_a_graph_would_lose_is_refused_and_a_call_does_it_once(kind):
+    inner = kind()
+    sch = megasched.create_schedule(nn.Sequential(nn.Sequential(randomize(Mlp()), randomize(inner))))
+    said = refusal(sch["0.1"].trace, inputs={"x" if isinstance(inner, Kept) else "input": X})
+    assert CHANGES[kind] in said
+    assert "is not traced" in refusal(sch["0.1"].find, ".*")
+    said = refusal(sch["0"].trace, inputs={"input": X})
+    of_no_module = kind in (CountsInGlobal, DrawsInPython)
+    assert ('leaves=["1"]' in said) is not of_no_module
+    if kind is CountsInGlobal:  # for which other threads of a run may look, so that it can't be put back
+        said = refusal(sch["0"].trace, inputs={"input": X}, leaves=["1"])
+        assert "changes tests.graph.test_effects.TOTALS['calls'] outside of modules, and what stays a call" in said
+        return
+    sch["0"].trace(inputs={"input": X}, leaves=["1"])
+    found = []
+    for model in (copy.deepcopy(sch.mod), megasched.build(sch)):
+        random.seed(5)
+        TOTALS["calls"] = 0
+        steps = [backward(model, X * step) for step in (1, 2, 3)]
+        kept = [getattr(model[0][1], name, None) for name in ("calls", "stats", "outputs", "aux", "last", "mean")]
+        found.append([*steps, [*model.buffers()], kept, TOTALS["calls"], random.random()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.up, self.inner = nn.Linear(8, 8), inner
+
+    def forward(self, x):
+        y = self.up(x) * 3
+        return self.inner(y) + y.sum()
+
+
+def test_code_that_writes_to_what_it_is_handed_is_refused():
+    class Doubles(nn.Module):
+        def forward(self, x):
+            x.mul_(2)
+            return x + 1
+
+    sch = megasched.create_schedule(Outer(Doubles()))
+    assert "writes to x in its forward" in refusal(sch["inner"].trace, inputs={"x": X})
+
+    class Notes(nn.Module):
+        def forward(self, x, notes):
+            notes["mean"] = x.mean()
+            return x + 1
+
+    notes = Notes()
+    trace_module(notes, Limits())
+    assert "changes a list or dictionary that it is handed" in refusal(notes, X, {"sum": X.sum()})
+
+
+def test_a_module_that_stays_a_call_writes_to_its_input_once():
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x.mul_(2) + 1
+
+    sch = megasched.create_schedule(nn.Sequential(Outer(Doubles())))
+    sch["0"].trace(inputs={"x": X}, leaves=["inner"])
+    want = backward(copy.deepcopy(sch.mod))
+    assert alike(backward(megasched.build(sch)), want)
+
+
+def test_a_weight_that_no_module_has_is_refused():
+    class Reads(nn.Module):
+        def __init__(self, other):
+            super().__init__()
+            self.other = [other]
+
+        def forward(self, x):
+            return x @ self.other[0].weight
+
+    outer = Outer(nn.Identity())
+    outer.inner = Reads(outer.up)
+    sch = megasched.create_schedule(outer)
+    said = refusal(sch["inner"].trace, inputs={"x": X})
+    assert (
+        "the gradient of a tensor that is neither an argument nor a parameter of its modules would be lost" in said
+    )
+    assert "test_effects.py:" in said.split("asked for")[0]
+    sch[""].trace(inputs={"x": X})
+    want = backward(copy.deepcopy(outer))
+    assert alike(backward(megasched.build(sch)), want)
+
+
+def test_numbers_and_tensors_in_attributes_are_read_when_it_runs():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by, self.table = 2.0, torch.tensor(1.0)
+
+        def forward(self, x):
+            return x * self.by + self.table
+
+    model = nn.Sequential(Scales())
+    plain = copy.deepcopy(model)
+    sch = megasched.create_schedule(model)
+    sch["0"].trace(inputs={"x": X})
+    built = megasched.build(sch)
+    with graphs_run() as ran:
+        for by, table in ((2.0, torch.tensor(1.0)), (3.0, torch.tensor(1.0)), (3.0, torch.tensor(4.0))):
+            for each in (built, plain):
+                each[0].by, each[0].table = by, table
+            assert torch.equal(built(X), plain(X))
+    assert len({id(graph) for graph in ran}) == 2  # values of a tensor are no other form of call
+
+
+def test_modules_that_differ_in_a_function_or_a_tuple_have_graphs_of_their_own():
+    class Acts(nn.Module):
+        def __init__(self, act, sizes):
+            super().__init__()
+            self.act, self.sizes = act, sizes
+
+        def forward(self, x):
+            return self.act(x).reshape(self.sizes)
+
+    model = nn.Sequential(Acts(F.relu, (48,)), Acts(F.silu, (48,)), Acts(F.silu, (6, 8)))
+    sch = megasched.create_schedule(model)
+    for node in sch:
+        node.trace(inputs={"x": X})
+    assert sch["0"].find("relu")
+    assert not sch["1"].find("relu", missing_ok=True)
+    assert sch["1"].find("silu")
+    sch["1"].checkpoint(sch["1"].find("silu")[0])
+    assert torch.equal(megasched.build(sch)[1](X), F.silu(X).reshape(48))
+
+
+def test_a_config_may_be_a_mapping():
+    mlp = randomize(Mlp())
+    mlp.config = {"use_cache": True}
+    sch = megasched.create_schedule(mlp)
+    sch["act"].trace(inputs={"input": X})
+    want = copy.deepcopy(mlp)(X)
+    assert torch.equal(megasched.build(sch)(X), want)
