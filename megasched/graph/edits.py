@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from torch import nn
+
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.definition_graphs import graph_of, shards
 from megasched.graph.partition import check_subgraph, is_tangled
@@ -45,8 +47,33 @@ def check_edit(primitive: Primitive, node: Node, arguments: Mapping[str, Any], s
         or _tangle(primitive, node, mine, before, source)
         or _covered(node, mine, source)
         or _live_product(primitive, node, mine, source)
+        or _factory(node, arguments, source)
     )
     return [problem] if problem else []
+
+
+def _factory(node: Node, arguments: Mapping[str, Any], source: str) -> Problem | None:
+    """Returns a problem with what is to run in the part's place, as far as that is seen without running it."""
+    factory = arguments.get("factory")
+    if factory is None or (callable(factory) and not isinstance(factory, nn.Module)):
+        return None
+    return replacement_problem(factory, arguments["subgraph"].get("inputs", ()), node.path, source)
+
+
+def replacement_problem(new: Any, inputs: Sequence[str], path: str, source: str) -> Problem | None:
+    """Returns a problem with what is to run in a part's place; None if it can run there.
+
+    Args:
+        inputs: names of what the part reads.
+    """
+    if not callable(new):
+        what = f"replace: {type(new).__name__} can't be called, and is to run in the place of a sub-graph"
+        return Problem(what, path, source, "give or return a module or a function")
+    if isinstance(new, nn.Module) and any(True for _ in new.parameters()):
+        what = f"{type(new).__name__} has parameters, which no checkpoint and no optimizer would know"
+        named = f": {', '.join(inputs)}" if inputs else ""
+        return Problem(what, path, source, f"take the module's own as inputs{named}")
+    return None
 
 
 def _covered(node: Node, mine: Mapping[str, Any], source: str) -> Problem | None:

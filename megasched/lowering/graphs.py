@@ -17,6 +17,7 @@ from torch import nn
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.compilers import get_compiler
 from megasched.graph.definition_graphs import standing_leaves
+from megasched.graph.edits import replacement_problem
 from megasched.graph.intercept import Limits
 from megasched.graph.partition import Edit, ExtractedSubgraph
 from megasched.graph.traced import TracedModule, trace_module
@@ -119,13 +120,8 @@ def _recomputed(root: nn.Module, part: ExtractedSubgraph) -> Callable[..., Any]:
 def _replaced(record: Record, part: ExtractedSubgraph) -> Callable[..., Any]:
     factory = record.arguments["factory"]
     new = factory if isinstance(factory, nn.Module) else factory(part.graph)
-    if not callable(new):
-        what = f"the factory returned {type(new).__name__}, which can't be called"
-        raise ScheduleError(Problem(what, record.path, record.source, "return a module or a function"))
-    if isinstance(new, nn.Module) and any(True for _ in new.parameters()):
-        what = f"{type(new).__name__} has parameters, which no checkpoint and no optimizer would know"
-        remedy = f"take the module's own as inputs: {', '.join(part.subgraph.inputs)}"
-        raise ScheduleError(Problem(what, record.path, record.source, remedy))
+    if problem := replacement_problem(new, part.subgraph.inputs, record.path, record.source):
+        raise ScheduleError(problem)
     return new
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import megasched
 from megasched import Subgraph
 from megasched.graph import patterns
-from tests.graph.test_primitives import INPUTS, X, alike, backward, refusal
+from megasched.plan.make import make_plan
+from tests.graph.test_primitives import INPUTS, X, alike, backward, refusal, schedule
 from tests.lowering.models import randomize, tiny_model
 
 
@@ -238,3 +239,10 @@ def test_the_product_of_a_linear_that_will_be_sharded_is_refused():
     assert "fuse: up_proj.matmul can't be taken: model.layers.0.mlp.up_proj is sharded at " in said
     assert "checkpoint: up_proj.t can't be taken" in said
     assert said.count("test_edits.py:") == 4
+
+
+@pytest.mark.parametrize(("given", "said"), [(nn.PReLU(), "PReLU has parameters"), (3, "int can't be called")])
+def test_what_can_not_run_in_a_part_is_refused_by_the_plan(given, said):
+    sch = schedule()
+    sch["0"].replace(given, subgraph=sch["0"].find("act.gelu")[0])
+    assert said in refusal(make_plan, sch)
