@@ -12,18 +12,22 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from megasched.dialects.stages import StageModule
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, some_of
 from megasched.files import whole_folder
-from megasched.lowering.build import is_built, original_cache, placements_in_state_dict
+from megasched.language.lora import adapter_names
+from megasched.lowering.build import is_built, original_cache, placements_in_state_dict, plan_of
 from megasched.lowering.groups import group_of
+from megasched.lowering.lora import adapters_in
 from megasched.plan.placement import Placement
+from megasched.weights.lora import merge
 
 
 def full_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Returns the whole tensors of a built model, by the definition's names, on the CPU of rank 0; elsewhere {}.
 
     Every rank calls it. Tensors are gathered one by one over the ranks that share them. Vocabularies have no
-    padding, and a tied parameter stands under each of its names.
+    padding, and a tied parameter stands under each of its names. What the definition does not have stands under
+    the names of the built model: adapters, and what a function of ``replace`` has made.
 
     Args:
         model: what ``build`` or ``build_stage`` returned, or all stages of this rank; under DDP the one inside.
@@ -45,6 +49,7 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | Path, 
     """Writes a built HF model as a folder that ``from_pretrained`` loads, with the definition's own method.
 
     Every rank calls it; rank 0 has the whole model on its CPU and writes. The folder is there once it is complete.
+    Adapters are merged into the weights of their linears.
 
     Args:
         model: as for ``full_state_dict``.
@@ -52,16 +57,20 @@ def save_pretrained(model: nn.Module | Sequence[nn.Module], folder: str | Path, 
         options: of the definition's ``save_pretrained``, such as ``max_shard_size``.
 
     Raises:
-        ConfigError: on all ranks: as ``full_state_dict``; or it is no HF model; or the folder can't be written.
+        ConfigError: on all ranks: as ``full_state_dict``; or it is no HF model; or a replacement drops tensors of
+            the definition, or has others; or the folder can't be written.
     """
     chunk = model if isinstance(model, nn.Module) else model[0]
     definition: Any = chunk.definition if isinstance(chunk, StageModule) else chunk
     if not hasattr(definition, "save_pretrained"):
         what = f"a {type(definition).__name__} is no model of transformers, which has save_pretrained"
         raise ConfigError(f"{what}: save what megasched.full_state_dict returns")
+    _refuse_other_tensors(chunk)
     with ExitStack() as stack:
         beside = _on_the_first(lambda: stack.enter_context(whole_folder(Path(folder))))
         state = full_state_dict(model)
+        if state:
+            _merge_adapters(state, chunk, definition)
         with original_cache(definition):
             _on_the_first(lambda: definition.save_pretrained(beside, state_dict=state, **options))
         _on_the_first(stack.close)
@@ -85,6 +94,27 @@ def refuse_others(model: nn.Module) -> None:
             )
 
 
+def _refuse_other_tensors(model: nn.Module) -> None:
+    """Raises ConfigError for a model that does not have all tensors of its definition, and no others."""
+    if not is_built(model):
+        return
+    replaced = plan_of(model).replaced
+    if others := sorted(replaced.lost | replaced.lost_buffers | replaced.made):
+        raise ConfigError(
+            f"a replacement drops {some_of(others)} or makes it anew, so that from_pretrained would load another "
+            "model; save what megasched.full_state_dict returns"
+        )
+
+
+def _merge_adapters(state: dict[str, torch.Tensor], model: nn.Module, definition: nn.Module) -> None:
+    """Puts weights that compute the same as the adapted linears in the place of theirs and their adapters'."""
+    saved_as = plan_of(model).replaced.saved_as
+    for path, lora in adapters_in(definition).items():
+        weight = saved_as.get(f"{path}.weight", f"{path}.weight")
+        a, b = (state.pop(name) for name in adapter_names([path]))
+        state[weight] = merge(state[weight], a, b, lora)
+
+
 def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Gathers the tensors of a state dict, and yields them on a rank that keeps them.
 
@@ -92,7 +122,7 @@ def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str
         below: what stands before the plan's names in the model's, and is left out.
         keep: whether this rank does; it is then the first of those that share a tensor.
     """
-    placements = placements_in_state_dict(model)
+    placements, saved_as = placements_in_state_dict(model), plan_of(model).replaced.saved_as
     known: dict[int, torch.Tensor | None] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
@@ -101,7 +131,8 @@ def _gathered(model: nn.Module, below: str, *, keep: bool) -> Iterator[tuple[str
             local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             known[id(tensor)] = _whole(local.detach(), placements.get(name), keep=keep)
         if (found := known[id(tensor)]) is not None:
-            yield name.removeprefix(below), found
+            own = name.removeprefix(below)
+            yield saved_as.get(own, own), found
 
 
 def _whole(local: torch.Tensor, placement: Placement | None, *, keep: bool) -> torch.Tensor | None:

@@ -115,8 +115,9 @@ class _Names:
         plan, placements = plan_of(chunk), placements_in_state_dict(chunk)
         for name in chunk.state_dict():
             hf_name = name.removeprefix(below)
-            self._hf_names[prefix + name] = hf_name
-            self._canonical[prefix + name] = plan.canonical.get(hf_name, hf_name)
+            self._hf_names[prefix + name] = plan.replaced.saved_as.get(hf_name, hf_name)
+            canonical = plan.canonical.get(hf_name, hf_name)
+            self._canonical[prefix + name] = plan.renamed.get(canonical, canonical)
             if (placement := placements.get(name)) is not None:
                 self._placements[prefix + name] = placement
 

@@ -22,11 +22,19 @@ class ReplacedNames:
         renamed: parameter or buffer with another name now -> its first name in the definition.
         moved: path of a module of the definition -> path where it stands now, inside of one that replaced it.
         heirs: path of a module that is gone -> path of the one that has its parameters, under their names.
+        saved_as: as ``renamed``, of what a state dict has; each name of a tied parameter -> another of its names.
+        lost: first names of the definition's parameters that no module has any more.
+        lost_buffers: its persistent buffers that no module has any more.
+        made: parameters and persistent buffers that are none of the definition's, as of a function in ``weights``.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     heirs: Mapping[str, str] = field(default_factory=dict)
+    saved_as: Mapping[str, str] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    lost_buffers: frozenset[str] = frozenset()
+    made: frozenset[str] = frozenset()
 
     def home(self, path: str) -> str:
         """Returns where the weights of a module of the definition are now; its own path if they did not move."""

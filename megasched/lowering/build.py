@@ -45,6 +45,7 @@ from megasched.model_adapters.registry import has_roles
 from megasched.plan.make import make_plan
 from megasched.plan.placement import Placement
 from megasched.plan.plan import Plan
+from megasched.weights.deferred import HeldValues, shards_of, with_adapters
 from megasched.weights.random_init import Initialiser, RandomInit
 from megasched.weights.rank_shard import mark_shards
 from megasched.weights.source import Shards, WeightSource, materialize
@@ -127,10 +128,14 @@ def fill_built(made: nn.Module, source: WeightSource, dtype: torch.dtype | None 
     plan, path = _plans[made], _definitions[made]
     below = _prefix(path)
     placements = {name.removeprefix(below): found for name, found in _placements[made].items()}
+    definition = made.get_submodule(path)
+    materialize(definition, with_adapters(source, plan), dtype, _shards(plan, placements))
+
+
+def _shards(plan: Plan, placements: Mapping[str, Placement]) -> Shards:
+    """Says what this rank holds of a model."""
     groups = {"tp": tp_group(), "ep": ep_group()}
-    ranks = {name: (group.rank(), group.size()) for name, group in groups.items()}
-    shards = Shards(placements, set(plan.canonical.values()), ranks)
-    materialize(made.get_submodule(path), source, dtype, shards)
+    return shards_of(plan, placements, {name: (group.rank(), group.size()) for name, group in groups.items()})
 
 
 def create_schedule(
@@ -213,15 +218,29 @@ def build(
     model = schedule.mod
     source = None if init_weights is None else RandomInit(model, torch.initial_seed(), init_weights)
     dtype = next((parameter.dtype for parameter in model.parameters()), None)
-    build_with_plan(schedule, inputs)
-    if source is not None:
-        fill_built(model, source, dtype)
+    values: list[WeightSource] = []
+
+    def read_ahead(plan: Plan) -> None:
+        """Reads all values before the model is changed, as the initialiser may leave some out."""
+        if source is not None:
+            shards = _shards(plan, _by_groups(plan).placements)
+            values.append(HeldValues(with_adapters(source, plan), shards, dtype))
+
+    build_with_plan(schedule, inputs, read_ahead)
+    for held in values:
+        fill_built(model, held, dtype)
     return model
 
 
-def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None) -> Plan:
-    """Builds a model as ``build`` does, and returns the plan that it was built by."""
-    plan, _ = plan_model(schedule, inputs)
+def build_with_plan(
+    schedule: Schedule, inputs: Mapping[str, Any] | None = None, check: Callable[[Plan], None] = lambda plan: None
+) -> Plan:
+    """Builds a model as ``build`` does, and returns the plan that it was built by.
+
+    Args:
+        check: is given the plan, and may raise an error before the model is changed.
+    """
+    plan, _ = plan_model(schedule, inputs, check=check)
     context = lower_model(schedule, plan, schedule.mod)
     lower_sequence_boundaries(schedule.mod, context, lambda path: True, first=True, last=True)
     if context.context_parallel is not None:
@@ -230,12 +249,17 @@ def build_with_plan(schedule: Schedule, inputs: Mapping[str, Any] | None = None)
 
 
 def plan_model(
-    schedule: Schedule, inputs: Mapping[str, Any] | None = None, *, staged: bool = False
+    schedule: Schedule,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    staged: bool = False,
+    check: Callable[[Plan], None] = lambda plan: None,
 ) -> tuple[Plan, AnalysisCache]:
     """Replaces modules of the model as the schedule asks, and plans it; the model is unchanged where that fails.
 
     Args:
         staged: a pipeline stage is to be made of it, whose layers have to be known.
+        check: as for ``build_with_plan``.
 
     Returns:
         The plan, and the cached runs that it was made by.
@@ -259,6 +283,7 @@ def plan_model(
         plan = make_plan(schedule, model=model, inputs=inputs, structure=structure, runs=runs, replaced=names)
         if schedule.layout.cp > 1:
             refuse_uneven_gradients(model, plan.structure)
+        check(plan)
         undo.pop_all()
     return plan, runs
 
@@ -304,7 +329,7 @@ def lower_model(
     model: Any = schedule.mod
     first = next(model.parameters(), torch.empty(0))
     group = tp_group()
-    plan = _whole(plan) if isinstance(group, NoGroup) else plan
+    plan = _by_groups(plan)
     context = BuildContext(
         plan=plan,
         group=group,
@@ -343,7 +368,9 @@ def _cut(placement: Placement) -> bool:
     return placement.sharded and group_of(placement.group).size() > 1
 
 
-def _whole(plan: Plan) -> Plan:
-    """Returns the plan of a process without groups, which Megatron's layers need: modules stay as they are."""
+def _by_groups(plan: Plan) -> Plan:
+    """Returns the plan of this process; without groups, which Megatron's layers need, modules stay as they are."""
+    if not isinstance(tp_group(), NoGroup):
+        return plan
     whole = {name: Placement(placement.name, placement.shape) for name, placement in plan.placements.items()}
     return replace(plan, cuts={}, fused_columns=(), placements=whole)

@@ -124,6 +124,12 @@ def _unlike(schedule: Schedule, records: Sequence[Record]) -> list[Problem]:
     return []
 
 
+def adapters_in(model: nn.Module) -> dict[str, Lora]:
+    """Returns the adapter of each adapted linear of a model by its path; of hollow ones, too."""
+    hooks = ((path, hook) for path, module in model.named_modules() for hook in module._forward_hooks.values())
+    return {path: hook.lora for path, hook in hooks if isinstance(hook, AddLora)}
+
+
 def make_dropout(lora: Lora) -> nn.Module:
     """Returns the module that ``lora_A`` reads its input through: dropout, or the identity."""
     return nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.meta_call import call_hooks, example_inputs, meta_copy, run_on_meta, to_meta
+from megasched.analysis.trials.replaced_names import NamesBefore
 from megasched.analysis.trials.replacements import Registered
 from megasched.definition.module_copy import transfer_hooks
 from megasched.errors import Problem, ScheduleError
@@ -44,7 +45,7 @@ def replace_modules(
     asked = list(replacements(schedule.records, schedule.root))
     if not asked:
         return ReplacedNames()
-    before, tensors = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
+    before = NamesBefore(model)
     calls = _calls(model, {path for _, path in asked}, inputs)
     problems: list[Problem] = []
     made: dict[str, Record] = {}
@@ -58,45 +59,7 @@ def replace_modules(
         kept = steps.pop_all()
     if undo is not None:
         undo.push(kept)
-    return _names_now(before, tensors, model)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers by all of their names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
-
-
-def _names_now(
-    modules: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor], model: nn.Module
-) -> ReplacedNames:
-    """Returns what has become of the names, by what they named.
-
-    Args:
-        modules, tensors: of the definition, by all of their names.
-        model: the model after replacements.
-    """
-    now, tensors_now = dict(model.named_modules(remove_duplicate=False)), _tensors(model)
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for name, held in (*now.items(), *tensors_now.items()):
-        names_of[id(held)].append(name)
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    renamed = {n: first[id(t)] for n, t in tensors_now.items() if id(t) in first and tensors.get(n) is not t}
-    moved = {p: names_of[id(m)][0] for p, m in modules.items() if now.get(p) is not m and id(m) in names_of}
-    old, heirs = {id(module) for module in modules.values()}, dict[str, str]()
-    for path, module in modules.items():
-        if path in now or path in moved:
-            continue
-        homes = [
-            {home for home, _, leaf in (full.rpartition(".") for full in names_of[id(held)]) if leaf == name}
-            for name, held in module.named_parameters(recurse=False)
-        ]
-        new = {home for home in set.intersection(*homes) if id(now[home]) not in old} if homes else set()
-        if len(new) == 1:
-            heirs[path] = new.pop()
-    return ReplacedNames(renamed, moved, heirs)
+    return before.compare(model)
 
 
 def _calls(model: nn.Module, paths: set[str], inputs: Mapping[str, Any] | None) -> dict[str, list[Call]]:
@@ -141,12 +104,15 @@ def _replace_one(
     if new is None:
         return found
     found = _wrong_call(old, new, path, record, calls)
-    found += transfer_weights(old, new, path, record, schedule.renamed)
+    found += _transfer_weights(old, new, model, path, record, schedule.renamed)
     if found:
         return found
     if all(module is not old for module in new.modules()):  # the old one would run its hooks itself
         transfer_hooks(old, new)
+    modes = [(module, module.training) for module in new.modules() if places.holds(module)]
     new.train(old.training)
+    for module, mode in modes:  # a module of the definition keeps its own: a dropout or a norm that is frozen
+        module.training = mode
     for parent, name in places.replace(old, new):
         undo.callback(setattr, parent, name, old)
     return []
@@ -163,6 +129,11 @@ def _make(
         return None, [Problem(what, path, record.source)]
     if not isinstance(new, nn.Module):
         return None, [Problem(f"the factory returned {type(new).__name__}, not a module", path, record.source)]
+    if any(isinstance(module, torch.jit.ScriptModule) for module in new.modules()):
+        what = (
+            f"the factory returned {type(new).__name__}, a module of TorchScript: its weights can't be exchanged"
+        )
+        return None, [Problem(what, path, record.source, "a module of Python, or torch.compile")]
     paths = (p for p, m in model.named_modules() if m is new)
     stands = next(paths, None) if new is not old and places.holds(new) else None
     if stands is not None:
@@ -208,12 +179,14 @@ class _ParameterReads(Mapping[str, torch.Tensor]):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
-        self.seen: dict[str, None] = {}
+        self.seen: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        value = self.parameters[name].detach()
-        self.seen[name] = None
-        return value
+        return self.seen.setdefault(name, self.parameters[name].detach())
+
+    def given(self, value: object) -> str | None:
+        """Returns the name of the old parameter that a value is, as it was shown; None for another tensor."""
+        return next((name for name, shown in self.seen.items() if shown is value), None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)
@@ -222,8 +195,13 @@ class _ParameterReads(Mapping[str, torch.Tensor]):
         return len(self.parameters)
 
 
-def transfer_weights(
-    old: nn.Module, new: nn.Module, path: str, record: Record, renamed: MutableMapping[str, tuple[str, ...]]
+def _transfer_weights(
+    old: nn.Module,
+    new: nn.Module,
+    model: nn.Module,
+    path: str,
+    record: Record,
+    renamed: MutableMapping[str, tuple[str, ...]],
 ) -> list[Problem]:
     """Gives every parameter and persistent buffer of the new module its value, and returns the problems.
 
@@ -261,6 +239,7 @@ def transfer_weights(
             what = f"{name} has shape {list(after[name].shape)}, its weights {list(values[name].shape)}"
             problems.append(Problem(what, path, record.source))
     buffers = _persistent_buffers(old), _persistent_buffers(new)
+    problems += _untied(values, used, before, model, path, record)
     problems += _left_behind(before, used, buffers, path, record)
     if problems:
         return problems
@@ -291,11 +270,48 @@ def _value(
     reads = _ParameterReads(before)
     with torch.no_grad():
         value = source(reads)
+    if (same := reads.given(value)) is not None:
+        return before[same], (same,)
     trained = any(before[name].requires_grad for name in reads.seen) if reads.seen else like.requires_grad
     made = nn.Parameter(value.clone(), requires_grad=trained)
     for name in reversed(reads.seen):
         made.__dict__.update(before[name].__dict__)
     return made, tuple(reads.seen)
+
+
+def _untied(
+    values: Mapping[str, nn.Parameter],
+    used: Mapping[str, tuple[str, ...]],
+    before: Mapping[str, nn.Parameter],
+    model: nn.Module,
+    path: str,
+    record: Record,
+) -> list[Problem]:
+    """Returns a problem for each new parameter that a function has made of a tied one.
+
+    Args:
+        values: of the new module, by name.
+        used: name of such a parameter -> old names that it is made of.
+        model: the old module stands in it.
+    """
+    held_before = {id(parameter) for parameter in before.values()}
+    made = {name: used[name] for name, value in values.items() if id(value) not in held_before}
+    if not made:
+        return []
+    problems, holders = [], defaultdict[int, list[str]](list)
+    for owner, module in model.named_modules():
+        for leaf, held in module._parameters.items():
+            holders[id(held)].append(f"{owner}.{leaf}" if owner else leaf)
+    for name, sources in made.items():
+        source = next((one for one in sources if len(holders[id(before[one])]) > 1), None)
+        if source is not None:
+            names = " and ".join(holders[id(before[source])])
+            what = f"a function makes {name} of a tied parameter ({names}), which would be two then"
+            remedy = (
+                f'the parameter itself, weights={{"{name}": "{source}"}}, or a model whose weights are not tied'
+            )
+            problems.append(Problem(what, path, record.source, remedy))
+    return problems
 
 
 def _left_behind(

@@ -98,7 +98,7 @@ def make_plan(
     _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model)])
 
     _refuse(check_complete(plan, model))
-    return _named_as_in_hf(plan) if causal_lm else plan  # a model of the user's own has the names of its modules
+    return _named_as_in_hf(plan) if causal_lm else plan  # of others, whoever saves or fills names them
 
 
 def _named_as_in_hf(plan: Plan) -> Plan:
@@ -117,7 +117,7 @@ def _undecided(
         records,
         roles,
         canonical=_canonical_names(model),
-        renamed=replaced.renamed,
+        replaced=replaced,
         structure=structure,
     )
 

@@ -14,6 +14,7 @@ from megasched.language.module_specs import MlpSpec
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.language.registry import Primitive, records_where
+from megasched.language.replacements import ReplacedNames
 from megasched.language.roles import Cut, Roles
 from megasched.plan.placement import Placement, ReplicatedHeads
 
@@ -33,7 +34,7 @@ class Plan:
         left_whole: linears and embeddings that the schedule shards and that stay whole -> why.
         placements: canonical parameter name -> placement; total over the definition.
         canonical: every parameter name (ties have several) -> canonical name.
-        renamed: parameter or buffer to which replacements have given another name -> its name in the definition.
+        replaced: what replacements have made of the definition's names.
         ends: names of the tables of the embedding of tokens and of the head over the vocabulary after
             replacements; None for one that there is not, or that a function made under another name.
         structure: the layer stack; None for a model that is not a causal language model.
@@ -60,7 +61,7 @@ class Plan:
     left_whole: Mapping[str, Declined] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     canonical: Mapping[str, str] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    replaced: ReplacedNames = field(default_factory=ReplacedNames)
     ends: tuple[str | None, str | None] = (None, None)
     structure: LayerStack | None = None
     tp_facts: TpFacts = field(default_factory=TpFacts)
@@ -74,6 +75,11 @@ class Plan:
     te_linears: frozenset[str] = frozenset()
     weights_in_8_bits: frozenset[str] = frozenset()
     fused_columns: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """Maps each parameter or buffer to which replacements have given another name to its first before."""
+        return self.replaced.renamed
 
     def placement(self, path: str, param: str) -> Placement:
         """Returns the placement of the parameter ``param`` of the module at ``path``."""

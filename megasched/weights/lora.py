@@ -187,10 +187,10 @@ class AdaptedSource:
     Args:
         base: source of the model's weights.
         names: of the adapters' parameters.
-        seed: Megatron's ``--seed``.
+        seed: Megatron's ``--seed``; without its trainer that of a model that has its weights when it is built.
     """
 
-    def __init__(self, base: WeightSource, names: Collection[str], seed: int) -> None:
+    def __init__(self, base: WeightSource, names: Collection[str], seed: int = 0) -> None:
         self._base, self._names, self._seed = base, frozenset(names), seed
 
     def local(self, placement: Placement, rank: int, size: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,13 +105,19 @@ class Shards:
 
     Attributes:
         placements: of the model's parameters by name.
-        names: canonical names of the whole model's parameters; a pipeline stage holds some of them.
+        names: canonical names of the definition's parameters; a pipeline stage holds some of them.
         ranks: name of a group, of placements -> (rank, size) in it.
+        renamed: buffer of the model -> its name in the definition, if that is another.
     """
 
     placements: Mapping[str, Placement]
     names: Collection[str]
     ranks: Mapping[str, tuple[int, int]]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, source: WeightSource, placement: Placement) -> torch.Tensor:
+        """Returns what the rank holds of a parameter."""
+        return source.local(placement, *self.ranks[placement.group])
 
 
 def materialize(
@@ -146,22 +152,20 @@ def materialize(
     canonical = canonical_names(definition)
     source.check(set(canonical.values()) if shards is None else shards.names)
     filled: dict[str, torch.nn.Parameter] = {}
-    for name, first in canonical.items():
+    for first in dict.fromkeys(canonical.values()):
+        empty = definition.get_parameter(first)
+        if shards is None:
+            value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
+        else:
+            value = shards.read(source, shards.placements[first]).contiguous()
+        filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
+        filled[first].__dict__.update(empty.__dict__)
+    persistent, renamed = definition.state_dict(), {} if shards is None else shards.renamed
+    buffers = [renamed.get(name, name) for name, _ in definition.named_buffers() if name in persistent]
+    fill_buffers(definition, source, buffers, renamed)
+    for name, first in canonical.items():  # once all values are there: after an error the model is as it was
         path, _, leaf = name.rpartition(".")
-        slots = definition.get_submodule(path)._parameters
-        empty = slots[leaf]
-        assert empty is not None
-        if first not in filled:
-            if shards is None:
-                value = source.local(Placement(first, tuple(empty.shape)), 0, 1)
-            else:
-                placement = shards.placements[first]
-                value = source.local(placement, *shards.ranks[placement.group]).contiguous()
-            filled[first] = torch.nn.Parameter(value.to(dtype or torch.float32), requires_grad=empty.requires_grad)
-            filled[first].__dict__.update(empty.__dict__)
-        slots[leaf] = filled[first]
-    persistent = definition.state_dict()
-    fill_buffers(definition, source, [name for name, _ in definition.named_buffers() if name in persistent])
+        definition.get_submodule(path)._parameters[leaf] = filled[first]
     return definition
 
 

@@ -78,12 +78,11 @@ def test_ties_inside_and_outside_stay_ties(model):
         def forward(self, x):
             return self.b(self.a(x))
 
-    tied = nn.Sequential(Two())
-    weight = tied[0].a.weight
-    built(tied, lambda sch: sch["0"].replace(lambda old: Two()))
-    assert tied[0].a.weight is tied[0].b.weight is weight
-    built(tied, lambda sch: sch["0"].replace(lambda old: Two(), weights={"b.weight": "a.weight"}))
-    assert tied[0].a.weight is tied[0].b.weight is weight
+    for weights in ({}, {"b.weight": "a.weight"}, {"b.weight": lambda old: old["b.weight"]}):
+        tied = nn.Sequential(Two())
+        weight = tied[0].a.weight
+        built(tied, lambda sch, weights=weights: sch["0"].replace(lambda old: Two(), weights=weights))
+        assert tied[0].a.weight is tied[0].b.weight is weight
 
 
 def test_persistent_buffers_are_carried(model):
@@ -108,6 +107,28 @@ def test_attributes_of_parameters_and_annotations_go_where_the_parameter_goes(mo
     assert (model[0].mlp.weights.mark, model[0].mlp.weights.asked) == ("own", 1)
     assert not hasattr(model[0].mlp.biases, "asked")
     assert model[0].norm.gain.asked == 2
+
+
+def test_a_module_of_the_definition_keeps_its_mode(model):
+    """A batch norm that is frozen in a block that trains, and a dropout that draws in one that evaluates."""
+
+    class Dropped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.drop = inner, nn.Dropout(0.0)
+
+        def forward(self, x):
+            return self.drop(self.inner(x))
+
+    model.train()
+    model[0].batch.eval()
+    model[1].eval()
+    model[1].mlp.drop.train()
+    before = {module: module.training for module in model.modules()}
+    built(model, lambda sch: sch["*"].replace(Dropped))
+    assert {module: module.training for module in before} == before
+    assert [model[0].drop.training, model[1].drop.training] == [True, False]
+    assert [model[0].training, model[1].training] == [True, False]
 
 
 # hooks, mode ------------------------------------------------------------------------------------------

@@ -203,3 +203,38 @@ def test_a_new_module_that_fails_inside_is_named():
     )
     assert problem.what.startswith("the forward fails in a trial call on the meta device: RuntimeError")
     assert problem.module == "0.1"
+
+
+def test_a_function_of_a_tied_parameter_would_untie_it():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    weight, make = model.lm_head.weight, lambda old: nn.Embedding(*old.weight.shape)
+
+    def fill(value):
+        return lambda sch: sch["model.embed_tokens"].replace(make, weights={"weight": value})
+
+    for value in (lambda old: 2 * old["weight"], lambda old: old["weight"].clone()):
+        (problem,) = refused(model, fill(value))
+        assert problem.what == (
+            "a function makes weight of a tied parameter (model.embed_tokens.weight and lm_head.weight), "
+            "which would be two then"
+        )
+    built(model, fill(lambda old: old["weight"]))
+    assert model.lm_head.weight is model.model.embed_tokens.weight is weight
+
+
+def test_a_refusal_leaves_every_mode_as_it_was():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    model[0][1].eval()
+
+    def fill(sch):
+        sch["0"].replace(lambda old: nn.Sequential(old))
+        sch["0.0"].shard("weights", axis=0)
+
+    refused(model, fill, inputs={"input": X})
+    assert [module.training for module in model.modules()] == [True, True, True, False]
+
+
+def test_torchscript_holds_its_weights_itself():
+    model = nn.Sequential(nn.Linear(8, 8))
+    (problem,) = refused(model, lambda sch: sch["0"].replace(torch.jit.script))
+    assert "RecursiveScriptModule, a module of TorchScript: its weights can't be exchanged" in problem.what
