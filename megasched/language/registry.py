@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.records import Record, caller_source
+from megasched.language.signatures import unfit
 
 if TYPE_CHECKING:
     from megasched.language.parallel_dims import ParallelDims
@@ -255,17 +256,21 @@ def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, A
 
 
 def check_arguments(primitive: Primitive, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Compares the arguments of a call with those that the primitive takes.
+    """Compares the arguments of a call with those that the primitive takes, and with the types that it declares.
 
     Raises:
         ScheduleError: it does not take them; says what to do instead of an argument of Slapo's.
     """
     try:
-        inspect.signature(primitive.record).bind(node, *args, **kwargs)
+        bound = inspect.signature(primitive.record).bind(node, *args, **kwargs).arguments
     except TypeError as error:
         instead = [f"{name}: {primitive.instead[name]}" for name in kwargs if name in primitive.instead]
         remedy = "; ".join(instead) or call_of(primitive)
         raise ScheduleError(Problem(f"{primitive.name}: {error}", node.path, caller_source(), remedy)) from error
+    wrong = [f"{name}={bound[name]!r} is no {declared}" for name, declared in unfit(primitive.record, bound)]
+    if wrong:
+        what = f"{primitive.name}: {', '.join(wrong)}"
+        raise ScheduleError(Problem(what, node.path, caller_source(), call_of(primitive)))
 
 
 def check_call(node: Node, record: Record) -> list[Problem]:

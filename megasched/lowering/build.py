@@ -28,7 +28,14 @@ from megasched.language.schedule_file import find_schedule
 from megasched.layers.attention import enable
 from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
-from megasched.lowering.call_checks import ReplicaCheck, refuse_copies, refuse_unplanned_outputs
+from megasched.lowering.call_checks import (
+    ReplicaCheck,
+    note_lowered,
+    refuse_built,
+    refuse_copies,
+    refuse_unnamed,
+    refuse_unplanned_outputs,
+)
 from megasched.lowering.groups import (
     NoGroup,
     check_layout,
@@ -163,8 +170,10 @@ def create_schedule(
 
     Raises:
         ConfigError: there is no schedule of that name.
-        ScheduleError: ``group`` holds other ranks than Megatron's tensor-parallel group in this process.
+        ScheduleError: ``group`` holds other ranks than Megatron's tensor-parallel group in this process; or the
+            model is built already.
     """
+    refuse_built(model)
     if group is not None:
         refuse_other_ranks(group)
     layout = layout or current_layout()
@@ -269,6 +278,8 @@ def plan_model(
     """
     check_layout(schedule, staged=staged)
     model: Any = schedule.mod
+    refuse_built(model)
+    refuse_unnamed(inputs)
     given, length = inputs is not None, None  # of a run's sequences; the inputs that are given have their own
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
@@ -340,8 +351,10 @@ def lower_model(
         expert_group=ep_group(),
         context_parallel=cp_ranks(plan.layout),
     )
+    note_lowered(model)
     lower(schedule, model, context, here)
     schedule.built = True
+    note_lowered(made)
     path = next(path for path, module in made.named_modules() if module is model)
     below = _prefix(path)
     names = {name: context.placement_of(name.removeprefix(below)) for name, _ in made.named_parameters()}

@@ -1,16 +1,21 @@
-"""Checks the calls of a built model: by which trainer, and for which outputs. Its copies are refused."""
+"""Checks what is built and how it is called: by which trainer, and for which outputs. Copies of it are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
+from megasched.language.records import caller_source
+
+# All modules of models that were built, or half so where that has failed.
+_lowered: WeakSet[nn.Module] = WeakSet()
 
 
 class ReplicaCheck:
@@ -90,6 +95,28 @@ def _experts_taken(model: nn.Module, experts: frozenset[str]) -> tuple[str, str]
         if isinstance(parameter, DTensor) or id(parameter) in averaged:
             return "FSDP2" if isinstance(parameter, DTensor) else "DDP", name
     return None
+
+
+def note_lowered(model: nn.Module) -> None:
+    """Notes that a build changes a model, which is no definition any more, also where the build fails."""
+    _lowered.update(model.modules())
+
+
+def refuse_built(model: nn.Module) -> None:
+    """Raises ScheduleError for a model of which a build has changed modules."""
+    path = next((path for path, module in model.named_modules() if module in _lowered), None)
+    if path is not None:
+        what = "the model is built already, or its build has failed half way"
+        remedy = "make all calls on one schedule, of a model that is made anew"
+        raise ScheduleError(Problem(what, path, caller_source(), remedy))
+
+
+def refuse_unnamed(inputs: Any) -> None:
+    """Raises ScheduleError for example arguments without names."""
+    if inputs is None or (isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)):
+        return
+    what = f"inputs= is a {type(inputs).__name__}, and takes the arguments of the model's forward by their names"
+    raise ScheduleError(Problem(what, source=caller_source(), remedy='inputs={"x": x}'))
 
 
 def refuse_copies(model: nn.Module) -> None:

@@ -13,8 +13,10 @@ from megasched.analysis.trials.replacements import Registered
 from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import plain_attributes
 from megasched.definition.module_copy import transfer_hooks
+from megasched.errors import MegaschedError, Problem, ScheduleError
 from megasched.language.lora import DROPOUT
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
+from megasched.language.records import Record
 from megasched.language.registry import get_lowering, get_primitive
 from megasched.language.schedule import Schedule
 from megasched.layers.attention import AttentionSettings
@@ -112,7 +114,23 @@ def lower(schedule: Schedule, model: nn.Module, context: BuildContext, here: Cal
         sum_partial_gradients(model, context, here, traced_modules(plan))
     for record in carried_annotations(plan.records, schedule.renamed, model):
         if get_primitive(record.primitive).phase == "lowered" and here(record.path):
-            get_lowering(record.primitive)(model.get_submodule(record.path), record, context)
+            _carry_out(record, model, context)
+
+
+def _carry_out(record: Record, model: nn.Module, context: BuildContext) -> None:
+    """Calls the function of a record's primitive, which may be of the user's.
+
+    Raises:
+        ScheduleError: it raised an error.
+    """
+    try:
+        get_lowering(record.primitive)(model.get_submodule(record.path), record, context)
+    except MegaschedError:
+        raise
+    except Exception as error:
+        what = f"{record.primitive}: its lowering raised {type(error).__name__}: {error}"
+        remedy = "mend the lowering, and build a model that is made anew: this one is half built"
+        raise ScheduleError(Problem(what, record.path, record.source, remedy)) from error
 
 
 def lower_sequence_boundaries(

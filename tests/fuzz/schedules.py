@@ -172,7 +172,7 @@ def _brought_in(model: nn.Module, draw: random.Random) -> str:
 
 
 def _hook(model: nn.Module, draw: random.Random) -> str:
-    return f"sch[{_path(model, draw)!r}].hook({draw.choice(MODES)!r}, lambda *call: None)"
+    return f"sch[{_path(model, draw)!r}].hook({draw.choice(list(MODES))!r}, lambda *call: None)"
 
 
 def _edited(model: nn.Module, draw: random.Random) -> str:

@@ -195,6 +195,48 @@ def _elsewhere():
     return words
 
 
+def test_a_model_is_built_once():
+    """A second build would take layers for a definition, and a second adapter would take the first one's place."""
+    model, x = nn.Sequential(Mlp()), torch.ones(2, 8)
+    first, second = megasched.create_schedule(model), megasched.create_schedule(model)
+    for sch in (first, second):
+        sch["0.up"].adapt(rank=2)
+    megasched.build(first)
+    nn.init.ones_(model[0].up.lora_B.weight)
+    output = model(x)
+    for again in (
+        lambda: megasched.build(second),
+        lambda: megasched.create_schedule(model),
+        lambda: megasched.create_schedule(nn.Sequential(model)),
+        lambda: megasched.create_schedule(model[0]),
+        lambda: megasched.apply_schedule(model, "auto"),
+    ):
+        with pytest.raises(ScheduleError, match="the model is built already"):
+            again()
+    assert torch.equal(model(x), output)
+
+
+def test_a_lowering_that_fails_is_named_and_its_model_not_built_again():
+    @megasched.register_primitive
+    class Failing(megasched.Primitive):
+        name = "failing"
+
+        def record(self, node):
+            return {}
+
+    @megasched.register_lowering("failing")
+    def failing(module, record, context):
+        raise RuntimeError("no GPU")
+
+    model = nn.Sequential(Mlp())
+    sch = megasched.create_schedule(model)
+    sch["0"].failing()
+    with pytest.raises(ScheduleError, match=r"failing: its lowering raised RuntimeError: no GPU(.|\n)*half built"):
+        megasched.build(sch)
+    with pytest.raises(ScheduleError, match="its build has failed half way"):
+        megasched.build(sch)
+
+
 def test_a_layout_that_is_not_this_processs(ranks):
     for words in ranks.run(2, _elsewhere):
         assert words == [

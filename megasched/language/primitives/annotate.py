@@ -29,7 +29,18 @@ class Annotate(Primitive):
         return {"param": param, "key": key, "value": value}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        return missing_parameter(node, arguments["param"], source)
+        problems, key = missing_parameter(node, arguments["param"], source), arguments["key"]
+        if problems:
+            return problems
+        parameter = getattr(node.mod, arguments["param"])
+        try:
+            setattr(
+                parameter.detach()[..., :0] if parameter.dim() else parameter.detach(), key, arguments["value"]
+            )
+        except (AttributeError, TypeError, RuntimeError) as error:
+            what = f"annotate: a parameter's {key} can't be set: {error}"
+            return [Problem(what, node.path, source, "a name that torch's tensors do not have")]
+        return []
 
 
 def missing_parameter(node: Node, param: str, source: str) -> list[Problem]:

@@ -7,8 +7,14 @@ from typing import Any
 
 from megasched.errors import Problem
 from megasched.language.registry import Node, Primitive, register_primitive
+from megasched.language.signatures import takes
 
-MODES = ("fw_pre", "fw_post", "bw_post")
+# Mode -> the arguments of torch's hooks there.
+MODES = {
+    "fw_pre": ("module", "inputs"),
+    "fw_post": ("module", "inputs", "output"),
+    "bw_post": ("module", "grad_input", "grad_output"),
+}
 
 
 @register_primitive
@@ -29,6 +35,10 @@ class Hook(Primitive):
         return {"mode": mode, "fn": fn}
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
-        if arguments["mode"] in MODES:
+        mode, function = arguments["mode"], arguments["fn"]
+        if mode not in MODES:
+            return [Problem(f"no hook mode {mode!r}", node.path, source, f"one of {', '.join(MODES)}")]
+        if takes(function, len(MODES[mode])):
             return []
-        return [Problem(f"no hook mode {arguments['mode']!r}", node.path, source, f"one of {', '.join(MODES)}")]
+        what = f"hook: {getattr(function, '__qualname__', repr(function))} can't be called at {mode}"
+        return [Problem(what, node.path, source, f"a function of ({', '.join(MODES[mode])})")]

@@ -47,7 +47,7 @@ class Adapt(Primitive):
         if not is_linear_class(node.mod):
             what = f"adapt takes a Linear or HF's Conv1D, and this is a {type(node.mod).__name__}"
             remedy = 'name linears inside it, e.g. sch["**.q_proj"], or sch.role("qkv.*")'
-        elif isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        elif rank < 1:
             what, remedy = f"adapt: rank {rank!r} is no positive whole number", "a rank such as 16"
         elif not 0 <= dropout < 1:
             what, remedy = f"adapt: dropout {dropout!r} is no probability below 1", "a dropout such as 0.05"

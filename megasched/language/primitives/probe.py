@@ -34,6 +34,6 @@ class Probe(Primitive):
 
     def check(self, node: Node, arguments: Mapping[str, Any], source: str) -> list[Problem]:
         every = arguments["every"]
-        if isinstance(every, int) and every > 0:
+        if every > 0:
             return []
         return [Problem(f"probe: every={every!r} is no number of calls", node.path, source, "1 or more")]

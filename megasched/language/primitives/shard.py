@@ -58,7 +58,8 @@ class Shard(Primitive):
             remedy = f"an axis from 0 to {len(shape) - 1}"
             return [Problem(f"{arguments['param']} {list(shape)} has no axis {axis}", node.path, source, remedy)]
         components = arguments.get("components")
-        if components is not None and sum(components) != shape[axis]:
+        if components is not None and (sum(components) != shape[axis] or min(components, default=1) < 1):
             what = f"components {components} add up to {sum(components)}, not to {shape[axis]} along axis {axis}"
+            what = f"components {components} are no sizes" if min(components, default=1) < 1 else what
             return [Problem(what, node.path, source, "the sizes of the packed projections, in their order")]
         return []
