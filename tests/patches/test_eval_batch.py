@@ -6,29 +6,11 @@ from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.ranks.pool import RankError
 from tests import tiny
 from tests.families.cases import save
+from tests.parity.validation import validate
 from tests.patches.mended import run_without
 
 VALIDATION = "--eval-iters 2 --eval-interval 1 --split 50,50,0 --eval-micro-batch-size"
 TP2 = "--tensor-model-parallel-size 2"
-
-
-def validate(model, flags, **options):
-    """The loss of each validation, where it is known."""
-    from megatron.training import training
-
-    found, real = [], training.evaluate
-
-    def evaluate(*given, **named):
-        result = real(*given, **named)
-        found.extend(float(loss) for loss in (result[0] or {}).values())
-        return result
-
-    training.evaluate = evaluate
-    try:
-        train(model, flags, iterations=1, **options)
-    finally:
-        training.evaluate = real
-    return found
 
 
 @pytest.mark.parametrize("size", ["1", "4"])
