@@ -49,8 +49,8 @@ def _reads_no_table(module: nn.Embedding) -> bool:
     from torch import nn
 
     class Lookup(nn.Embedding):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return torch.empty(*ids.shape, self.embedding_dim, device="meta")
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.empty(*input.shape, self.embedding_dim, device="meta")
 
     class Unread(torch.Tensor):
         """Stands in for the table, and allows reading only its dtype and device, for computing scales."""

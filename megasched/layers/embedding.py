@@ -15,6 +15,7 @@ from torch import nn
 from megasched.errors import ConfigError
 from megasched.layers.build_context import BuildContext
 from megasched.layers.linear import make_parameter
+from megasched.layers.wrap import takes_any_name
 
 
 class VocabEmbedding(VocabParallelEmbedding):
@@ -24,6 +25,7 @@ class VocabEmbedding(VocabParallelEmbedding):
     overwritten: bool = False  # the definition changes what is looked up in place
     checked: tuple[str, int] | None = None  # name and vocabulary of ids that nobody else checks
 
+    @takes_any_name
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Maps ids [b, s] int64 to [b, s, h], the same on all TP ranks."""
         return _lookup(self, ids)
@@ -35,6 +37,7 @@ class ShardedLookup(nn.Embedding):
     overwritten: bool = False
     checked: tuple[str, int] | None = None
 
+    @takes_any_name
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return _lookup(self, ids)
 

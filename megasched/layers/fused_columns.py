@@ -71,6 +71,10 @@ class ProductOutput:
         return {id(member): part for member, part in zip(self.order, parts, strict=True)}
 
 
+# Input, its version, whether gradients are on, and the members' parameters.
+_Source = tuple[torch.Tensor, int, bool, tuple[tuple[int, int], ...]]
+
+
 class SharedProduct:
     """Computes linears with the same input at the first call.
 
@@ -80,7 +84,7 @@ class SharedProduct:
     members: tuple[Any, ...]
 
     def __init__(self) -> None:
-        self._source: tuple[torch.Tensor, int, bool] | None = None
+        self._source: _Source | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
     def output_of(self, member: Any, x: torch.Tensor) -> torch.Tensor | None:
@@ -89,8 +93,7 @@ class SharedProduct:
         Args:
             x: [b, s, in] ([b, s / tp, in] if the member gathers the sequence), or flattened tokens.
         """
-        version = 0 if x.is_inference() else x._version  # which inference tensors do not count
-        source = (x, version, torch.is_grad_enabled())
+        source = (x, _version(x), torch.is_grad_enabled(), self._weights())
         if not self._handed_out_for(source) or id(member) not in self._waiting:
             outputs = self.output(x)
             if outputs is None:
@@ -102,6 +105,11 @@ class SharedProduct:
             self._source = None  # all are handed out: nothing is kept alive
         return output
 
+    def _weights(self) -> tuple[tuple[int, int], ...]:
+        """Returns where the parameters of the members lie and their versions, by which changed ones are told."""
+        held = [tensor for member in self.members for tensor in (member.weight, member.bias) if tensor is not None]
+        return tuple((tensor.data_ptr(), _version(tensor)) for tensor in held)
+
     def output(self, x: torch.Tensor) -> ProductOutput | None:
         """Returns what all members make of ``x``; None if they can't be computed together."""
         for member in self.members:  # a call of one waits for its own parameters alone
@@ -111,7 +119,7 @@ class SharedProduct:
     def _product(self, x: torch.Tensor) -> ProductOutput | None:
         raise NotImplementedError
 
-    def _handed_out_for(self, source: tuple[torch.Tensor, int, bool]) -> bool:
+    def _handed_out_for(self, source: _Source) -> bool:
         return self._source is not None and self._source[0] is source[0] and self._source[1:] == source[1:]
 
 
@@ -156,6 +164,11 @@ class FusedColumns(SharedProduct):
         )
         output = first.tokens.as_before(output, x) if split else output
         return ProductOutput(output, order, [weight.shape[0] for weight in weights])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed, which inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:

@@ -27,6 +27,7 @@ from megasched.layers.fused import biased_product
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.regions import all_reduce_gradient
 from megasched.layers.tokens import Tokens
+from megasched.layers.wrap import takes_any_name
 from megasched.plan.placement import Placement
 
 
@@ -60,6 +61,7 @@ class ColumnLinear(ColumnParallelLinear):
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
+    @takes_any_name
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self._computed(x)
         return output.clone() if self.overwritten else output
@@ -104,6 +106,7 @@ class RowLinear(RowParallelLinear):
     get_extra_state = nn.Module.get_extra_state  # as above
     set_extra_state = nn.Module.set_extra_state
 
+    @takes_any_name
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() not in (2, 3) and not self.sequence_parallel:  # as above
             return _as_before(x, self.forward(x.reshape(-1, x.shape[-1])))
@@ -142,6 +145,7 @@ class ReplicatedHeadsLinear(nn.Module):
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
 
+    @takes_any_name
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [b, s, in] ([b, s / tp, in] if it gathers the sequence) to [b, s, rows]."""
         if not self.entered and self.split is None:

@@ -27,6 +27,16 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> No
     module.forward = functools.wraps(inner)(wrapper(inner))
 
 
+def takes_any_name(forward: Forward) -> Forward:
+    """Has a forward of one argument take it by any name, as the definition's may have another than ours."""
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, *kwargs.values())
+
+    return named
+
+
 def waits_for_parameters(hook: Callable[..., Any]) -> bool:
     """Returns whether a hook is one that Megatron's ``--overlap-param-gather`` puts before every module.
 

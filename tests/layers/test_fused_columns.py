@@ -227,6 +227,28 @@ def test_outputs_are_handed_out_for_the_tensor_they_were_computed_from(ranks):
     assert ranks.run(2, _handed_out) == [([1, 2, 3, 4, 6, 7], True)] * 2
 
 
+def _weights_changed():
+    """One column is skipped, the weights change, and the same tensor comes again."""
+    init_megatron(tp=2)
+    model = tiny_model("llama")
+    built, _, _ = scheduled_copy(model, _auto)
+    mlp, x, found = built.model.layers[0].mlp, torch.randn(2, 3, 32), []
+    for change in (lambda p: p.mul_(2), lambda p: setattr(p, "data", p.data * 2)):
+        before = mlp.gate_proj(x)
+        mlp.up_proj(x)
+        mlp.up_proj(x)
+        with torch.no_grad():
+            change(mlp.gate_proj.weight)
+        after = mlp.gate_proj(x)
+        after.sum().backward()
+        found.append(torch.allclose(after, 2 * before, rtol=1e-5, atol=1e-6))
+    return found
+
+
+def test_outputs_of_weights_that_have_changed_are_computed_again(ranks):
+    assert ranks.run(2, _weights_changed) == [[True, True]] * 2
+
+
 def _inference():
     init_megatron(tp=2)
     model = tiny_model("llama").eval()

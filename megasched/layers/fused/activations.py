@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.instances import comparable_state, computes, is_of_transformers, tried_once
-from megasched.layers.regions import Forward, wrap_forward
+from megasched.layers.wrap import Forward, takes_any_name, wrap_forward
 
 Pointwise = Callable[..., torch.Tensor]
 _FEATURES = 6  # of a trial's inputs
@@ -76,6 +76,7 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _by_kernel(kernel: Pointwise, forward: Forward) -> Forward:
+    @takes_any_name
     def fused(x: torch.Tensor) -> torch.Tensor:
         return kernel(x)
 

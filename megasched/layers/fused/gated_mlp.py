@@ -20,7 +20,7 @@ from megasched.definition.instances import comparable_state, computes, is_of_tra
 from megasched.layers.fused.activations import ACTIVATIONS
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused_columns import SharedProduct
-from megasched.layers.wrap import WAITING, Forward, wrap_forward
+from megasched.layers.wrap import WAITING, Forward, takes_any_name, wrap_forward
 
 _HIDDEN, _INNER = 6, 10  # sizes of a trial
 
@@ -123,6 +123,7 @@ def _fused(module: Any, mlp: GatedMlp, forward: Forward) -> Forward:
     product: SharedProduct = gate.fused_columns
     passed_by = [child for child in module.children() if child is not down]
 
+    @takes_any_name
     def fused(x: torch.Tensor) -> torch.Tensor:
         joint = product.output(x) if x.dim() in (2, 3) and all(map(_bare, passed_by)) else None
         if joint is None or len(set(joint.sizes)) > 1:

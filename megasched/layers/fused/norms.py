@@ -25,7 +25,7 @@ from megasched.definition.instances import (
     tried_once,
 )
 from megasched.layers.fused.kernels import one_kernel
-from megasched.layers.regions import Forward, wrap_forward
+from megasched.layers.wrap import Forward, takes_any_name, wrap_forward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _TRIED: dict[Any, bool] = {}  # stages have the same norms, and a trial of a wide one takes seconds
@@ -99,8 +99,8 @@ def _length(value: Any) -> int | None:
 
 def _fused(module: nn.Module, epsilon: str) -> Callable[[Forward], Forward]:
     def wrapper(forward: Forward) -> Forward:
-        def fused(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-            (x,) = (*given, *named.values())
+        @takes_any_name
+        def fused(x: torch.Tensor) -> torch.Tensor:
             if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
                 return forward(x)
             if x.is_cuda:  # the kernel would copy columns of a joint product in both passes, and keep all of it
@@ -119,11 +119,7 @@ def _zero_centered(module: nn.Module, eps: float, forward: Forward) -> Forward:
 
         return RMSNorm(module.weight.shape[0], eps=eps, zero_centered_gamma=True, device="meta")
 
-    def fused(*given: torch.Tensor, **named: torch.Tensor) -> Any:
-        (x,) = (*given, *named.values())
-        return zero_centered_norm(module, kernel, forward, x)
-
-    return fused
+    return takes_any_name(partial(zero_centered_norm, module, kernel, forward))
 
 
 def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Forward, x: torch.Tensor) -> Any:
@@ -141,8 +137,8 @@ def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Fo
 
 
 def _compiled(module: nn.Module, forward: Forward) -> Forward:
-    def fused(*given: torch.Tensor, **named: torch.Tensor) -> Any:
-        (x,) = (*given, *named.values())
+    @takes_any_name
+    def fused(x: torch.Tensor) -> Any:
         return compiled_norm(module, x)
 
     return fused

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megasched.graph import opaque
-from megasched.layers.wrap import Forward, wrap_forward
+from megasched.layers.wrap import Forward, takes_any_name, wrap_forward
 
 
 def share_statistics(module: nn.Module, group: Any) -> None:
@@ -28,6 +28,7 @@ def share_statistics(module: nn.Module, group: Any) -> None:
 
 
 def _shared(module: nn.Module, group: Any, forward: Forward) -> Forward:
+    @takes_any_name
     def shared(x: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return forward(x)

@@ -70,10 +70,10 @@ def _take_tensor(path: str, module: nn.Module, name: str, context: BuildContext)
 def _column(module: nn.Module, group: Any, entered: bool, gathered: bool, forward: Forward) -> Forward:
     places = len(module.kernel_size)
 
-    def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def column(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not entered:
-            x = copy_to_tensor_model_parallel_region(x, group=group)
-        output = forward(x, *args, **kwargs)
+            input = copy_to_tensor_model_parallel_region(input, group=group)
+        output = forward(input, *args, **kwargs)
         if gathered:
             output = _over_channels(gather_from_tensor_model_parallel_region, output, places, group)
         return output
@@ -84,13 +84,13 @@ def _column(module: nn.Module, group: Any, entered: bool, gathered: bool, forwar
 def _row(module: nn.Module, group: Any, scatter: bool, overwritten: bool, forward: Forward) -> Forward:
     places = len(module.kernel_size)
 
-    def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def row(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if scatter:
-            x = _over_channels(scatter_to_tensor_model_parallel_region, x, places, group)
+            input = _over_channels(scatter_to_tensor_model_parallel_region, input, places, group)
         bias = module._parameters["bias"]
         module._parameters["bias"] = None  # it is added once, to the sum
         try:
-            output = forward(x, *args, **kwargs)
+            output = forward(input, *args, **kwargs)
         finally:
             module._parameters["bias"] = bias
         output = reduce_from_tensor_model_parallel_region(output, group=group)

@@ -17,6 +17,7 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.megatron.layer_spec import mlp_linears
 from megasched.layers.te.attention import uses_transformer_engine
+from megasched.layers.wrap import takes_any_name
 from megasched.plan.megatron.params import has_bias, mlp_assemblies, output_features
 
 
@@ -31,6 +32,7 @@ class MegatronMlp(nn.Module):
         super().__init__()
         self.layer = layer
 
+    @takes_any_name
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps [..., h] to [..., h].
 

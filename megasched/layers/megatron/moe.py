@@ -17,6 +17,7 @@ from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.layers.build_context import BuildContext
 from megasched.layers.megatron.fill import fill_module
 from megasched.layers.te.attention import uses_transformer_engine
+from megasched.layers.wrap import takes_any_name
 from megasched.plan.megatron.params import CORRECTION, mixture_assemblies
 
 
@@ -32,6 +33,7 @@ class MegatronMixture(nn.Module):
         super().__init__()
         self.layer, self.with_scores = layer, with_scores
 
+    @takes_any_name
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Maps [b, s (/ tp under SP), h] to the same shape; with scores, returns None in their place as well."""
         output, _ = self.layer(hidden_states.transpose(0, 1).contiguous())

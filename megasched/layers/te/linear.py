@@ -27,6 +27,7 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.fused_columns import ProductOutput, SharedProduct, make_adjacent
 from megasched.layers.linear import make_parameter
 from megasched.layers.tokens import Tokens
+from megasched.layers.wrap import takes_any_name
 
 
 def te_linear() -> Any:
@@ -149,6 +150,7 @@ class TeColumnLinear(TeLinear):
         )
         return self.tokens.as_before(whole, x)
 
+    @takes_any_name
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.fused_columns.output_of(self, x)
         return gather_from_tensor_model_parallel_region(output, group=self.group) if self.gather_output else output
@@ -170,6 +172,7 @@ class TeRowLinear(TeLinear):
     def take(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_is_parallel else scatter_to_tensor_model_parallel_region(x, group=self.group)
 
+    @takes_any_name
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = self.fused_columns.output_of(self, x)
         if self.split:
