@@ -2,6 +2,9 @@
 
 A table that code keeps in a global, on a class or behind ``lru_cache`` would be on meta after a trial, and the run
 would find it there. transformers' own code keeps none.
+
+The files of a model's classes are looked at as wholes, with Python's containers that stand there; what is in
+containers and objects further in, where the code uses it (``code_state``).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from megasched.definition.code_state.code_state import CodeState
 from megasched.definition.module_copy import held_in_closure
 
 _KNOWN = ("torch", "transformers", "megatron", "megasched", "builtins", "abc", "typing")
@@ -24,10 +28,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Undoes at its end all changes that the code of a model's classes made to global state within its body."""
     owners = owners_of(model)
     before = [(owner, _held(owner)) for owner in owners]
+    state = CodeState(model.modules())
     _forget(owners)
     try:
         yield
     finally:
+        state.put_back()
         for owner, held in before:
             _restore(owner, held)
         _forget(owners)

@@ -1,8 +1,8 @@
 """Restores the state that a module's code keeps from call to call, for a call that is repeated.
 
 A recomputed forward runs twice, but a training step should see it once: moving averages in buffers, counters in
-attributes, numbers drawn from Python's or numpy's generators. The second call finds the state that the first one
-found, and leaves it unchanged.
+attributes and in globals, what it appends to lists, numbers drawn from generators. The second call finds the state
+that the first one found, and leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.chance import python_random_states, set_python_random_states
+from megasched.definition.code_state.code_state import CodeState
 from megasched.errors import Problem, ScheduleError
 
 # Their modules know of recompute themselves.
 _OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
+# What torch has on every module, of which only the buffers are state.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class _Buffer(NamedTuple):
@@ -45,6 +48,11 @@ class KeptState:
         if self._written is None:
             self._modules = [module for _, module in self._own_modules()]
         return StateBefore(self, self._modules)
+
+    def refuse_writes(self) -> None:
+        """Raises ScheduleError: it writes to a tensor that can't be put back."""
+        what = "its forward writes to a tensor in a container or a global; recompute would write to it twice"
+        raise ScheduleError(Problem(what, self._path, remedy="run it without recompute of this module"))
 
     def tensors(self) -> Iterator[tuple[_Buffer, torch.Tensor]]:
         """Yields buffers, and tensors in attributes."""
@@ -87,7 +95,8 @@ class StateBefore:
 
     def __init__(self, kept: KeptState, modules: list[nn.Module]) -> None:
         self._kept = kept
-        self._attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+        self._attributes = _attributes(modules)
+        self._code = CodeState(modules, _values(modules))
         self._copies = [(at, tensor.detach().clone()) for at, tensor in kept.to_be_copied()]
         self._versions = {at: (tensor, tensor._version) for at, tensor in kept.tensors()}
         self._random = python_random_states()
@@ -95,14 +104,18 @@ class StateBefore:
     def called(self) -> None:
         """Marks the call as made, and learns which tensors it wrote."""
         self._kept.learn(self._versions, self._copies)
+        if self._code.is_written():
+            self._kept.refuse_writes()
         self._versions = {}
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs its body with the state of the snapshot, and then restores the present one."""
-        now = [(module, dict(vars(module)), dict(module._buffers)) for module, _, _ in self._attributes]
-        states = python_random_states()
+        modules = [module for module, _, _ in self._attributes]
+        now, states = _attributes(modules), python_random_states()
+        code = CodeState(modules, [*_values(modules), *self._code.holders])  # what the body may change
         self._put(self._attributes)
+        self._code.put_back()
         written = self._kept._written or set()
         for at, copy in self._copies:
             if at in written:
@@ -113,6 +126,7 @@ class StateBefore:
             yield
         finally:
             self._put(now)
+            code.put_back()
             set_python_random_states(states)
 
     @staticmethod
@@ -124,3 +138,17 @@ class StateBefore:
             held.update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+def _attributes(modules: list[nn.Module]) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
+    return [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+
+
+def _values(modules: list[nn.Module]) -> list[Any]:
+    """Returns the attributes that may have state in them; tensors are looked at by themselves."""
+    return [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not isinstance(value, torch.Tensor)
+    ]
