@@ -202,12 +202,24 @@ def build_definition(
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.600}"
             what = f"the class of {type(config).__name__} can't be made of this config"
             raise ConfigError(f"{what}: {reason} ({_place(error)})") from error
-    for module in model.modules():  # the two stacks of an encoder-decoder have configs of their own
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
+    switch_cache_off(model)
     set_objective(model, objective)
     buffers_following_dtype(model)  # notes them, while the model is as its class makes it
     return cast("PreTrainedModel", model)
+
+
+def switch_cache_off(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Has the HF models in a module keep no cache, which is for generation; returns what their configs said.
+
+    The stacks of an encoder-decoder, and the text model beside an image encoder, have configs of their own.
+    """
+    configs = {
+        id(found): found for module in model.modules() if (found := getattr(module, "config", None)) is not None
+    }
+    said = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
+    for config, _ in said:
+        config.use_cache = False
+    return said
 
 
 def _place(error: Exception) -> str:

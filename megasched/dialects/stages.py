@@ -19,7 +19,7 @@ from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
-from megasched.lowering.build import lower_model, plan_model, switch_cache_off
+from megasched.lowering.build import keep_no_cache, lower_model, plan_model
 from megasched.lowering.lower import lower_sequence_boundaries
 from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
@@ -165,7 +165,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     if not hasattr(model, "config") or objective_of(model) is not CAUSAL_LM:
         what = f"stages are made of HF's causal language models, and this is a {type(model).__name__}"
         raise ScheduleError(Problem(what, remedy="train it without pipeline stages"))
-    switch_cache_off(model)  # by the cache layers would tell each other where they are, beside their arguments
+    keep_no_cache(model)  # by the cache layers would tell each other where they are, beside their arguments
     with one_sequence_rows(schedule.layout):
         plan, runs = plan_model(schedule, staged=True)
         _refuse(model, plan, runs)

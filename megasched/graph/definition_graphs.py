@@ -19,6 +19,7 @@ from megasched.analysis.recording.meta_call import (
     run_on_meta,
 )
 from megasched.analysis.trials.replacements import ReplacementTrial
+from megasched.definition.build import switch_cache_off
 from megasched.definition.linears import may_be_replaced
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
@@ -45,8 +46,7 @@ class DefinitionGraphs:
         self.decomposed: set[str] = set()
         self._alike: dict[Any, Graph] = {}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
-            self.model.config.use_cache = False
+        switch_cache_off(self.model)
         inputs = example_inputs(self.model)
         if inputs is not None:
             # What code makes in its first call is seen in a trace.

@@ -17,6 +17,7 @@ from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.definition.build import switch_cache_off
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
@@ -61,8 +62,8 @@ from megasched.weights.source import Shards, WeightSource, materialize
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
 _definitions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# HF model -> ``use_cache`` of its config, which a build has switched off.
-_use_cache: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+# Model -> each config in it with its ``use_cache``, which a build has switched off.
+_use_cache: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 def is_built(model: nn.Module) -> bool:
@@ -97,24 +98,27 @@ def placements_in_state_dict(model: nn.Module) -> dict[str, Placement]:
     return {f"{below}{name}": found for name, found in planned.items()} | _placements[model]
 
 
-def switch_cache_off(model: Any) -> None:
-    """Has an HF model keep no cache, which is for generation, and notes what its config said of that."""
-    if hasattr(getattr(model, "config", None), "use_cache"):
-        _use_cache.setdefault(model, model.config.use_cache)
-        model.config.use_cache = False
+def keep_no_cache(model: nn.Module) -> None:
+    """Has a model keep no cache, and notes what its configs said of that."""
+    said = switch_cache_off(model)
+    _use_cache.setdefault(model, said)
 
 
 @contextmanager
-def original_cache(model: Any) -> Iterator[None]:
-    """Runs its body with the config of an HF model as it was before ``switch_cache_off``."""
-    if model not in _use_cache:
-        yield
-        return
-    now, model.config.use_cache = model.config.use_cache, _use_cache[model]
+def original_cache(model: nn.Module) -> Iterator[None]:
+    """Runs its body with the configs of a model as they were before ``keep_no_cache``."""
+    said = _use_cache.get(model, [])
+    now = [(config, config.use_cache) for config, _ in said]
+    _say(said)
     try:
         yield
     finally:
-        model.config.use_cache = now
+        _say(now)
+
+
+def _say(use_cache: list[tuple[Any, Any]]) -> None:
+    for config, value in use_cache:
+        config.use_cache = value
 
 
 def _prefix(path: str) -> str:
@@ -372,7 +376,7 @@ def lower_model(
     refuse_copies(made)
     refuse_unplanned_outputs(model, plan.layout)
     if plan.records_where(lambda primitive: primitive.runs_code_again):
-        switch_cache_off(model)  # a layer run again would append to the cache again, as HF notes too
+        keep_no_cache(model)  # a layer run again would append to the cache again, as HF notes too
     return context
 
 

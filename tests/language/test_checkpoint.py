@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import megasched
@@ -286,3 +287,103 @@ def test_an_order_that_loses_an_argument_is_refused_with_the_line(order, lost):
     (problem,) = raised.value.problems
     assert problem.what == f"checkpoint: order_args_fn loses or changes {lost}, which the parent gives"
     assert (problem.module, problem.source) == ("inner", f"{__file__}:{fill.__code__.co_firstlineno}")
+
+
+class Switched(nn.Module):
+    """Has the name of an option of torch's checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, debug=False, preserve_rng_state=True, function=None):
+        return torch.tanh(self.linear(x)) * (3 if debug and not preserve_rng_state and function else 1)
+
+
+class Switching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Switched()
+
+    def forward(self, x):
+        return self.inner(x, debug=True, preserve_rng_state=False, function=2)
+
+
+def test_names_of_torchs_options_are_the_modules():
+    model = randomize(Switching())
+    want = backward(copy.deepcopy(model), X)
+    assert equal(backward(build(model, lambda sch: sch["inner"].checkpoint()), X), want)
+
+
+def test_several_backwards_through_one_forward():
+    model = randomize(nn.Sequential(Mlp(dropout=0.5), nn.Sequential(nn.BatchNorm1d(8), Mlp())))
+    scheduled = build(copy.deepcopy(model), lambda sch: sch["*"].checkpoint())
+    runs = []
+    for each in (model, scheduled):
+        torch.manual_seed(5)
+        y = each(X)
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward(retain_graph=True)
+        (more,) = torch.autograd.grad(y.sum(), [each[0].up.weight])
+        runs.append(
+            (y, {**{n: p.grad for n, p in each.named_parameters()}, "more": more, **dict(each.named_buffers())})
+        )
+    assert equal(*runs)
+
+
+def _compared_with_caches(model, path, **calls):
+    """A copy with a recomputed layer, of which the gradients are those of the model, whose stacks keep caches."""
+    scheduled = copy.deepcopy(model)
+    sch = megasched.create_schedule(scheduled)
+    sch[path].checkpoint()
+    megasched.build(sch, inputs=calls)
+    found = []
+    for each in (model, scheduled):
+        output = each(**calls)
+        getattr(output, "logits", output).square().mean().backward()
+        found.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    return scheduled
+
+
+class Reward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = tiny_model("llama"), nn.Linear(32, 1)
+
+    def forward(self, input_ids):
+        return self.head(self.model.model(input_ids).last_hidden_state)
+
+
+def t5():
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, dropout_rate=0.0))
+
+
+def llava():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(vocab_size=99, **sizes),
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        image_token_index=98,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "decoded"),
+    [
+        (t5, "decoder.block.0", True),
+        (llava, "model.language_model.layers.0", False),
+        (Reward, "model.model.layers.0", False),
+    ],
+)
+def test_caches_of_every_config_in_the_model(tmp_path, make, path, decoded):
+    model, ids = randomize(make()).train(), token_ids(vocabulary=90)
+    calls = {"input_ids": ids, **({"decoder_input_ids": ids} if decoded else {})}
+    scheduled = _compared_with_caches(model, path, **calls)
+    if make is not Reward:
+        megasched.save_pretrained(scheduled, tmp_path / "built")
+        model.save_pretrained(tmp_path / "plain")
+        saved = [(tmp_path / folder / "config.json").read_text() for folder in ("built", "plain")]
+        assert saved[0] == saved[1]

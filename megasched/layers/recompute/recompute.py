@@ -61,10 +61,26 @@ def _tracker() -> Any:
 
 def _contexts(kept: KeptState | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     snapshot = _Snapshot(kept)
-    return snapshot.first(), snapshot.second()
+    return snapshot.first(), _EnteredAgain(snapshot.second)
 
 
-def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class _EnteredAgain(AbstractContextManager[None]):
+    """Makes a new context each time that it is entered: torch enters one at each backward through a forward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Runs ``function``, which keeps no state between calls, as ``recompute_call`` does."""
     return recompute_call(None, function, args, kwargs)
 
@@ -79,11 +95,12 @@ def recompute_call(
     gets its gradients. In 8 bits Transformer Engine recomputes: it knows the scales of the first forward.
     """
     contexts = partial(_contexts, kept)
+    function = partial(function, **kwargs)  # some names are those of options of checkpoint's (debug)
     if _in_fp8():
         from transformer_engine.pytorch import checkpoint as te_checkpoint
 
-        return te_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return te_checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _in_fp8() -> bool:
