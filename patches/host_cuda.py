@@ -43,6 +43,7 @@ class Surface(NamedTuple):
     emulation: str
 
 
+_SAVES = "megatron.core.dist_checkpointing.strategies.async_utils"
 _OUTPUT_RECOMPUTED = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 SURFACES: dict[str, tuple[Surface, ...]] = {
     "device queries": (
@@ -134,6 +135,11 @@ SURFACES: dict[str, tuple[Surface, ...]] = {
     "recomputed outputs": (
         Surface(f"{_OUTPUT_RECOMPUTED}.checkpoint", "output_kept"),
         Surface(f"{_OUTPUT_RECOMPUTED}.discard_output_and_register_recompute", "nothing"),
+    ),
+    # The process that `--use-persistent-ckpt-worker` keeps is none of this emulation: each save forks one.
+    "checkpoint worker": (
+        Surface("megatron.training.initialize:init_persistent_async_worker", "nothing"),
+        Surface(f"{_SAVES}:AsyncCallsQueue._get_async_caller", "forked_saver"),
     ),
     # Five rounds of full-size activations through every fused function, to warm up a compiler that is off.
     "jit warm-up": (Surface("megatron.training.initialize:_warmup_jit_function", "nothing"),),

@@ -40,6 +40,20 @@ def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
     assert tracked(save) == "4"
 
 
+def test_a_save_in_the_background_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
+    model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
+    saving = [*FLAGS, "--save", str(save), "--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker"]
+    ranks.run(2, train, model, saving, iterations=2)
+    resize(disk, 200_000)
+    with pytest.raises(RankError) as caught:
+        ranks.run(2, train, model, [*saving, "--load", str(save)], iterations=6)
+    said = re.findall(r"SaveError: (/.*No space left.*)", str(caught.value))
+    assert said
+    assert said[0].startswith(f"{save}/iter_0000004 can't be saved: rank ")
+    assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", said[0])
+    assert tracked(save) == "2"
+
+
 def test_a_disk_that_becomes_read_only_is_one_error_and_no_rank_is_left(disk, tmp_path, monkeypatch):
     model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
     monkeypatch.setenv("FAULT_DISK", str(disk))

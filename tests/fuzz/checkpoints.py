@@ -38,7 +38,7 @@ BOTH = (
     ("", "", "--overlap-grad-reduce --ddp-bucket-size 1000"),
 )
 OF_SAVE = (
-    *("", "", "", "--async-save --async-strategy mcore", "--no-ckpt-fully-parallel-save", "--no-save-optim"),
+    *("", "", "", "--async-save --use-persistent-ckpt-worker", "--no-ckpt-fully-parallel-save", "--no-save-optim"),
     *("--no-save-rng", "--ckpt-assume-constant-structure", "--save-retain-interval 2", "--verify-integrity"),
     *("--distrib-optim-fully-reshardable-mem-efficient", "--ckpt-fully-parallel-save-process-group ep_dp"),
     *("--dist-ckpt-workers 2", "--async-save --async-strategy mcore --use-persistent-ckpt-worker"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megasched.trainer.checkpoint.save_claim import FOLDER, Owner, SaveClaim
+from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import gather, losses, train
+from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny
 from tests.parity.cases import slow
 
@@ -23,16 +25,36 @@ def saving(save, *more):
     return [*FLAGS, "--save", str(save), "--save-interval", "1", *more]
 
 
-ASYNC = ["--async-save", "--async-strategy", "mcore"]
+# Without the worker Megatron saves at once.
+ASYNC = ["--async-save", "--use-persistent-ckpt-worker"]
 
 
-@pytest.mark.parametrize(
-    "kind", [[], ASYNC, slow([*ASYNC, "--use-persistent-ckpt-worker"])], ids=["at-once", "async", "worker"]
-)
+def count_forked(folder, flags, iterations, without=()):
+    """Trains, without some of the flags that every run has; how many saves have run in processes of their own."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+    pids, real, given = [], TemporalAsyncCaller.schedule_async_call, [*trainer_run.RUN_FLAGS]
+
+    def schedule(self, request):
+        real(self, request)
+        pids.append(self.process.pid)
+
+    TemporalAsyncCaller.schedule_async_call = schedule
+    trainer_run.RUN_FLAGS[:] = [word for word in given if word not in without]
+    try:
+        train(folder, flags, iterations=iterations)
+    finally:
+        TemporalAsyncCaller.schedule_async_call = real
+        trainer_run.RUN_FLAGS[:] = given
+    return len(set(pids))
+
+
+@pytest.mark.parametrize("kind", [[], ASYNC], ids=["at-once", "async"])
 def test_saved_aside_and_published(ranks, tmp_path, kind):
     folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
     whole = ranks.run(2, train, folder, FLAGS, iterations=4)
-    ranks.run(2, train, folder, saving(save, *kind), iterations=2)
+    forked = ranks.run(2, count_forked, folder, saving(save, *kind), iterations=2)
+    assert forked == [2 if kind else 0] * 2
     assert sorted(path.name for path in save.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
     assert (save / TRACKER).read_text() == "2"
     assert (save / "iter_0000002" / "metadata.json").is_file()
@@ -42,6 +64,18 @@ def test_saved_aside_and_published(ranks, tmp_path, kind):
     for name, found in gather(resumed, "weights", 2).items():
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     assert not (save / FOLDER).exists()
+
+
+def test_an_iteration_that_is_saved_again_while_it_is_being_saved(ranks, tmp_path):
+    """Megatron saves once more before the batch grows (training.py:3756), at the same iteration."""
+    folder, save = tiny.save("llama", tmp_path / "model"), tmp_path / "ckpt"
+    flags = [*FLAGS, "--save", str(save), "--save-interval", "2", *ASYNC]
+    flags += ["--step-batch-size-schedule", "0:4 128:10"]
+    one_size = ("--global-batch-size", "8")
+    assert ranks.run(2, count_forked, folder, flags, iterations=4, without=one_size) == [3, 3]
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000002", "iter_0000004", TRACKER]
+    for iteration in (2, 4):
+        assert inspect_checkpoint(save / f"iter_{iteration:07d}").problems == []
 
 
 def test_old_checkpoints_are_removed_once_a_new_one_is_there(ranks, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megasched.errors import ConfigError, MegaschedError
-from megasched.trainer.checkpoint.save_claim import SaveClaim
+from megasched.trainer.checkpoint.save_claim import SaveClaim, name_aside
 
 
 class SaveError(SystemExit):
@@ -35,6 +37,9 @@ class OneWriter:
     Args:
         save: the folder.
 
+    Attributes:
+        written: how often a checkpoint of a name was begun to be written.
+
     Raises:
         MegaschedError: on every rank, if rank 0 does not get the folder.
     """
@@ -54,6 +59,7 @@ class OneWriter:
         if isinstance(found[0], Exception):
             raise found[0]
         self.save, self.aside = Path(save).absolute(), found[0]
+        self.written = Counter[str]()
 
     def covers(self, path: str | Path) -> bool:
         """Returns whether ``path`` lies in the folder."""
@@ -70,7 +76,7 @@ class OneWriter:
 
         def make() -> None:
             if self.claim is not None:
-                self.claim.written_aside(public)
+                self.claim.written_aside(public, self.written[public.name])
                 public.mkdir(parents=True, exist_ok=True)  # as Megatron does, on rank 0 alone
 
         with self._told(public):
@@ -99,18 +105,26 @@ class OneWriter:
             public: where the checkpoint is to appear.
             add: puts the checkpoint's other files into the folder that it is given, on rank 0.
         """
-        aside = self.aside / public.name
+        # Of one iteration there may be several saves, the first of them still under way.
+        times = self.written[public.name]
+        self.written[public.name] += 1
+        aside = name_aside(self.aside, public, times)
         with self._told(public):
             if self.claim is not None:
-                self.claim.written_aside(public)
+                self.claim.written_aside(public, times)
             torch.distributed.barrier()
             request = save(str(aside))
             if request is None:
                 torch.distributed.barrier()
                 self._together(lambda: self._publish(aside, public, add))
             else:
-                request.finalize_fns.append(lambda: self._publish(aside, public, add))
+                steps = [*request.finalize_fns, lambda: self._together(lambda: self._publish(aside, public, add))]
+                request.finalize_fns[:] = [partial(self._do_told, public, step) for step in steps]
         return request
+
+    def _do_told(self, public: Path, step: Callable[[], None]) -> None:
+        with self._told(public):
+            step()
 
     @contextmanager
     def _told(self, public: Path) -> Iterator[None]:

@@ -95,6 +95,11 @@ class Owner:
             return False
 
 
+def name_aside(folder: Path, public: Path, times: int) -> Path:
+    """Returns the folder within ``folder`` in which a checkpoint is written that was written so often before."""
+    return folder / (f"again-{times}" if times else "") / public.name
+
+
 class SaveClaim:
     """Holds a run's right to write to a ``--save`` folder, in one process of the run: rank 0.
 
@@ -194,9 +199,13 @@ class SaveClaim:
 
     # ---- writing ----------------------------------------------------------------------------------------
 
-    def written_aside(self, public: Path) -> Path:
-        """Makes an empty folder in which the checkpoint ``public`` is to be written, and returns it."""
-        aside = self.aside / public.name
+    def written_aside(self, public: Path, times: int = 0) -> Path:
+        """Makes an empty folder in which the checkpoint ``public`` is to be written, and returns it.
+
+        Args:
+            times: how often this run has written it before.
+        """
+        aside = name_aside(self.aside, public, times)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         return aside

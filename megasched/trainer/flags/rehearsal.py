@@ -21,10 +21,14 @@ ENVIRONMENT = "MEGASCHED_REHEARSE"
 VALUES = {
     "--distributed-backend": ("gloo", "NCCL needs GPUs"),
     "--transformer-impl": ("local", "Transformer Engine needs a GPU"),
+    "--async-strategy": ("mcore", "NVIDIA's package for the other one needs GPUs"),
     "--rerun-mode": ("disabled", "it replays steps with the GPU's random state"),
     # Data loading processes compete with the ranks for the cores.
     "--num-workers": ("0", ""),
 }
+
+# Flag of these -> the one without which it says nothing, and is not added.
+_BESIDE = {"--async-strategy": "--async-save"}
 
 # Megatron takes this module of --recompute-modules beside that flag alone, which goes; the last one includes it.
 _GROUPED, _OF_GROUPED, _INSTEAD = "--moe-grouped-gemm", "moe_act", "moe"
@@ -97,7 +101,6 @@ DROPPED = {
     "--log-device-memory-used": _PROFILER,
     "--enable-ft-package": "its heartbeats belong to the cluster's launcher",
     "--ckpt-fully-parallel-load-exchange-algo": "gloo gathers no tensors of several shapes",
-    "--use-persistent-ckpt-worker": "the process that it keeps for saving looks for a GPU",
 }
 
 
@@ -197,7 +200,8 @@ def rehearsal_flags(argv: Sequence[str]) -> RehearsalFlags:
         else:
             kept += words
         satisfied.add(option)
-    added = [f"{option} {value}" for option, (value, _) in VALUES.items() if option not in satisfied]
+    said = {option for option in VALUES if _BESIDE.get(option, option) in {*satisfied, *VALUES}}
+    added = [f"{option} {value}" for option, (value, _) in VALUES.items() if option in said - satisfied]
     added += [option for option in SWITCHES if option not in satisfied]
     return RehearsalFlags(kept + [word for flag in added for word in flag.split()], added, replaced)
 

@@ -65,6 +65,18 @@ def test_activations_of_grouped_experts_are_recomputed_with_their_mixture() -> N
     assert rehearsal_flags(modules).argv[:3] == modules  # which Megatron refuses, here and on the cluster
 
 
+def test_a_rehearsal_saves_in_the_background_without_nvidias_package() -> None:
+    saving = ["--async-save", "--use-persistent-ckpt-worker"]
+    flags = rehearsal_flags(saving)
+    assert flags.argv[:2] == saving
+    assert flags.replaced == []
+    assert "--async-strategy mcore" in flags.added
+    assert "--async-strategy mcore" not in rehearsal_flags(["--use-persistent-ckpt-worker"]).added
+    assert [one.by for one in rehearsal_flags([*saving, "--async-strategy", "nvrx"]).replaced] == [
+        "--async-strategy mcore"
+    ]
+
+
 def test_rehearsal_of_a_rehearsal_changes_nothing() -> None:
     once = rehearsal_flags(["--lr", "1e-3", "--fp8-format", "hybrid"])
     twice = rehearsal_flags(once.argv)
