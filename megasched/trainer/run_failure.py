@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+from multiprocessing import active_children
 from pathlib import Path
 from typing import NoReturn
 
@@ -101,7 +102,12 @@ def await_rank_0(*, lost: bool = False) -> None:
 
 
 def end(status: int) -> NoReturn:
-    """Ends this process at once: NCCL's and gloo's threads may wait for ranks that never come."""
+    """Ends this process at once: NCCL's and gloo's threads may wait for ranks that never come.
+
+    Processes that it has started, to save or to read data, would live on and hold its output open.
+    """
+    for child in active_children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,49 +1,70 @@
-"""The process behind the queue of the checkpoint writers, after the rank that started it was killed."""
+"""The processes that save checkpoints, after the rank that started them was killed or has failed."""
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from types import ModuleType
 
 import psutil
+import pytest
 
 from megasched.patches import apply, undo
 
 
-def manager_of_a_killed_process() -> psutil.Process:
-    """What a child of this rank has started for its queue."""
+def of_queue() -> int:
+    """Starts the process of the queue; its pid."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    filesystem_async._results_queue = None
+    return filesystem_async.get_write_results_queue()._manager._process.pid
+
+
+def of_worker() -> int:
+    """Starts the process that ``--use-persistent-ckpt-worker`` keeps; its pid."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    return PersistentAsyncCaller._get_process(0, "fork").pid
+
+
+def started_by_a_killed_process(start) -> psutil.Process:
+    """What a child of this rank has started."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        filesystem_async._results_queue = None
-        manager = filesystem_async.get_write_results_queue()._manager
-        os.write(writing, str(manager._process.pid).encode())
+        os.write(writing, f"{start()}\n".encode())  # what it has started may hold this open
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)
     with os.fdopen(reading) as said:
-        found = psutil.Process(int(said.read(20)))
+        found = psutil.Process(int(said.readline()))
     os.waitpid(child, 0)
     return found
 
 
-def survives_without() -> bool:
-    """Whether the process of an unpatched queue is there when that of a patched one, begun later, has ended."""
+def survives_without(start) -> bool:
+    """Whether the process without the patch is there when that of a patched rank, begun later, has ended."""
     undo("results_queue")
-    without = manager_of_a_killed_process()
+    without = started_by_a_killed_process(start)
     try:
         apply("results_queue")
-        psutil.wait_procs([manager_of_a_killed_process()])
+        psutil.wait_procs([started_by_a_killed_process(start)])
         return without.is_running() and without.status() != psutil.STATUS_ZOMBIE
     finally:
         with suppress(psutil.NoSuchProcess):
             without.kill()
 
 
-def test_it_ends_with_its_rank_and_would_not_without_the_patch(ranks):
-    assert ranks.run(1, survives_without) == [True]
+@pytest.mark.parametrize("start", [of_queue, of_worker])
+def test_it_ends_with_its_rank_and_would_not_without_the_patch(ranks, start):
+    assert ranks.run(1, survives_without, start) == [True]
+
+
+def test_a_rank_that_fails_ends_what_it_has_started():
+    code = "import time; from multiprocessing import get_context; from megasched.trainer.run_failure import end\n"
+    code += "get_context('fork').Process(target=time.sleep, args=(600,), daemon=True).start(); end(3)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)  # its output is closed
+    assert ended.returncode == 3
 
 
 def begins_the_script(script: str) -> bool:

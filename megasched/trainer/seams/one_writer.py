@@ -18,7 +18,6 @@ _SETUP = "megatron.training.training:setup_model_and_optimizer"
 _SAVE = "megatron.core.dist_checkpointing:save"
 _SAVE_CHECKPOINT = "megatron.training.training:save_checkpoint"
 _STORAGE = "megatron.training.checkpointing:maybe_msc"
-_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
 _TRACKER = "megatron.training.checkpointing:get_checkpoint_tracker_filename"
 # The writer of the run that goes on in this process.
 _writers: list[Any] = []
@@ -36,7 +35,6 @@ def _change() -> list[Undo]:
         set_attribute(_SAVE_CHECKPOINT, _begun(resolve(_SAVE_CHECKPOINT))),
         set_attribute(_SAVE, _written(resolve(_SAVE))),
         set_attribute(_STORAGE, storage),
-        set_attribute(_WRITER, staticmethod(_file_named(resolve(_WRITER)))),
     ]
 
 
@@ -94,24 +92,6 @@ def _written(save: Function) -> Function:
     return written
 
 
-def _file_named(write_file: Function) -> Function:
-    """Wraps the writing of a file so that its errors name the file, as errors of opening do."""
-
-    @wraps(write_file)
-    def file_named(
-        transforms: Any, local_proc_idx: int, write_bucket: Any, results_queue: Any, *given: Any, **named: Any
-    ) -> Any:
-        found = write_file(transforms, local_proc_idx, write_bucket, results_queue, *given, **named)
-        if isinstance(found[1], OSError):
-            found[1].filename = str(write_bucket[0])
-            # Megatron keeps of what is returned the type alone, of what is raised the text.
-            if results_queue is None:
-                raise found[1]
-        return found
-
-    return file_named
-
-
 def _keep_hf_files(folder: Path) -> None:
     from megasched.trainer.checkpoint.source import keep_hf_files
 
@@ -127,11 +107,10 @@ def _release() -> None:
 
 PATCH = Patch(
     name="one_writer",
-    targets=(_PRETRAIN, _SETUP, _SAVE_CHECKPOINT, _SAVE, _STORAGE, _TRACKER, _WRITER),
+    targets=(_PRETRAIN, _SETUP, _SAVE_CHECKPOINT, _SAVE, _STORAGE, _TRACKER),
     why=(
         "megatron/training/checkpointing.py:1011 writes the tracker in place, and every checkpoint into its final "
-        "folder; nothing keeps a run that a cluster has given up from writing over its successor's. Of an error "
-        "while a file is written core/dist_checkpointing/strategies/filesystem_async.py:291 tells the type alone"
+        "folder; nothing keeps a run that a cluster has given up from writing over its successor's"
     ),
     change=_change,
     signature={_SAVE: ("sharded_state_dict", "checkpoint_dir"), _SAVE_CHECKPOINT: ("iteration",)},
