@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megasched.definition.build import kept_in_float32
 from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 from megasched.language.lora import adapted, adapter_names
 from megasched.language.schedule_file import add_options
@@ -125,6 +128,23 @@ def _refuse_batches(session: Session, args: Namespace) -> None:
     refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
+    _refuse_offload(session, args)
+
+
+def _refuse_offload(session: Session, args: Namespace) -> None:
+    """Refuses to offload the optimizer of parameters that stay in float32: Megatron hands it views of these.
+
+    Raises:
+        ConfigError: for ``--optimizer-cpu-offload``.
+    """
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    frozen = {name for name, parameter in session.replaced.named_parameters() if not parameter.requires_grad}
+    kept = kept_in_float32(session.definition, dtype, session.plan.placements.keys() - frozen)
+    if args.optimizer_cpu_offload and kept:
+        raise ConfigError(
+            f"--optimizer-cpu-offload: the model keeps {some_of(sorted(kept))} in float32 beside {dtype}, and "
+            "Megatron's offloading optimizer can't take these (`can't optimize a non-leaf Tensor`); run it without"
+        )
 
 
 def _describe_run(session: Session, source: WeightSource, args: Namespace) -> None:

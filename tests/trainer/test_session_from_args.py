@@ -8,6 +8,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from megasched.definition.small_models.small_models import write_small_model
 from megasched.errors import CheckpointError, ConfigError, ScheduleError
 from megasched.printing.shell_command import shell_command
 from megasched.trainer.checkpoint.source import CheckpointPlaceholder, loaded_folder
@@ -49,6 +50,9 @@ def arguments(folder, schedule="auto", **changes):
         "tp_comm_overlap": False,
         **NOTHING_ASKED,
         "sft": False,
+        "bf16": False,
+        "fp16": False,
+        "optimizer_cpu_offload": False,
         "eval_interval": 10,
         "seq_length": 16,
         "micro_batch_size": 1,
@@ -94,6 +98,16 @@ def test_sizes_of_batches_that_are_missing_are_named(llama):
         begin_session(arguments(llama, micro_batch_size=None), {})
     with pytest.raises(ConfigError, match=r"^--seq-length and --micro-batch-size missing"):
         begin_session(arguments(llama, micro_batch_size=None, seq_length=None), {})
+
+
+def test_an_optimizer_of_float32_parameters_beside_bf16_stays_on_the_gpu(tmp_path):
+    write_small_model("deepseek_v3", tmp_path)
+    changes = {"optimizer_cpu_offload": True, "allow_unverified": True, "world_size": 1}
+    with pytest.raises(
+        ConfigError, match=r"--optimizer-cpu-offload: the model keeps .*mlp\.gate\.weight.* in float32"
+    ):
+        begin_session(arguments(tmp_path, bf16=True, **changes), {})
+    begin_session(arguments(tmp_path, **changes), {})
 
 
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):

@@ -14,6 +14,11 @@ from megasched.language.parallel_dims import Fp8
 
 _MISSING = "Transformer Engine does that, and it is not installed here: pip install 'transformer-engine[pytorch]'"
 
+_UNCOUNTED = (
+    "without Transformer Engine or NVIDIA apex a run with it can't be resumed: Megatron asks the optimizer that "
+    "is to load a checkpoint for the one number of steps that it has made (`assert len(steps) == 1`)"
+)
+
 # Value of --attention-backend -> the variable by which Transformer Engine's attention leaves that kernel out.
 _BACKENDS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 _FLASH_VERSIONS = (2, 3, 4)
@@ -87,6 +92,10 @@ def _backend_conflicts(args: argparse.Namespace, environ: Mapping[str, str]) -> 
     return [f"{given}: {name}={value} is in the environment, which says otherwise" for name, value in held.items()]
 
 
+def _offloads(args: argparse.Namespace) -> bool:
+    return bool(args.optimizer_cpu_offload and (args.save or args.load))
+
+
 def te_conflicts(args: argparse.Namespace) -> list[str]:
     """Returns a line for each flag that Transformer Engine can't carry out here, whatever the model is.
 
@@ -106,6 +115,9 @@ def te_conflicts(args: argparse.Namespace) -> list[str]:
     lines = _backend_conflicts(args, os.environ)
     if find_spec("transformer_engine") is None:
         lines += [f"{flag}: {_MISSING}" for flag, given in asked.items() if given]
+        lines += (
+            [f"--optimizer-cpu-offload: {_UNCOUNTED}"] if _offloads(args) and find_spec("apex") is None else []
+        )
     fp8 = fp8_from_args(args)
     if fp8 is not None and args.seq_length and args.micro_batch_size:
         split = args.tensor_model_parallel_size if args.sequence_parallel else 1

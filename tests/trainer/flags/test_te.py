@@ -93,3 +93,13 @@ def test_an_environment_that_contradicts_a_backend_is_refused(environment, monke
 
 def test_a_backend_needs_transformer_engine():
     assert te.te_conflicts(parsed("--attention-backend flash")) == [f"--attention-backend flash: {te._MISSING}"]
+
+
+def test_an_offloaded_optimizer_that_could_not_be_resumed_is_refused(monkeypatch):
+    assert te.te_conflicts(parsed("--optimizer-cpu-offload")) == []
+    for flag in ("--save", "--load"):
+        args = parsed(f"--optimizer-cpu-offload {flag} there")
+        assert te.te_conflicts(args) == [f"--optimizer-cpu-offload: {te._UNCOUNTED}"]
+        with monkeypatch.context() as patched:
+            patched.setattr(te, "find_spec", lambda name: name if name == "apex" else None)
+            assert te.te_conflicts(args) == []
