@@ -332,12 +332,16 @@ def evaluating(wanted: bool) -> Iterator[None]:
         _TRAINS.reset(token)
 
 
+def is_training() -> bool:
+    """Returns whether ``run_on_meta`` runs models in training mode now."""
+    return _TRAINS.get()
+
+
 def _set_mode(model: nn.Module) -> None:
-    model.train(_TRAINS.get())
-    if not model.training:
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):
-                module.train()
+    model.train(is_training())
+    for module in model.modules() if not is_training() else ():
+        if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):
+            module.train()
 
 
 def run_on_meta(

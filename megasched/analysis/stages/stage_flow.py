@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.chance import Chance
-from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.meta_call import is_training, tensors_in
 from megasched.analysis.recording.operators import SHAPE_ONLY, base_of, storage_of, written
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.recording.tape import Call, Operation, Question, Tape, TapeReader
@@ -128,7 +128,7 @@ class StageFlow(TapeReader):
     def _end_of_forward(self) -> None:
         self._drew = self._drew or self._tape.drew_at_end
         self._note_draws()
-        if name := self._held.rewritten():
+        if is_training() and (name := self._held.rewritten()):
             of = "which the backward of micro-batches before needs as it was"
             self._refuse(f"a forward changes {name} in place, {of}")
         self._join_entries()
@@ -183,21 +183,25 @@ class StageFlow(TapeReader):
             self._read(item, place)
         names = [self._parameters[id(tensor)] for tensor in operands if id(tensor) in self._parameters]
         items |= {_Inner(place, name) for name in names}
-        self._note_bare(names, place)
-        self._note_homes(operands, place)
-        by_inputs = any(isinstance(item, int) for item in items)
         changed = written(func, args, kwargs)
+        # What is changed by numbers alone tells nothing of itself to other code: each stage changes what it has.
+        by_numbers = bool(names and changed) and {*map(storage_of, operands)} == {*map(storage_of, changed)}
+        if not by_numbers:
+            self._note_bare(names, place)
+            self._note_homes(operands, place)
+        by_inputs = any(isinstance(item, int) for item in items)
         self._note_state(operands, changed, place, by_inputs)
         self._held.note_changed(func, changed)
         for storage in map(storage_of, changed):
-            self._made_of.write(storage, items)
+            if not by_numbers:
+                self._made_of.write(storage, items)
             if place is None:
                 self._changed |= self._stored_numbers[storage]
         if str(func).startswith(SHAPE_ONLY):
             items = _NOTHING
         for tensor in operation.outputs:
             self._made.add(id(tensor))
-            if id(tensor) not in self._numbers:
+            if id(tensor) not in self._numbers and not by_numbers:
                 self._made_of.tell(tensor, items)
 
     def _note_bare(self, names: list[str], place: int | None) -> None:
