@@ -29,6 +29,7 @@ SUBJECTS = {
     "megasched/files.py": ("Files", "checkpoints.md#when-something-breaks"),
     "megasched/errors.py": ("What a schedule says", "schedules.md"),
     "megasched/reading": ("Files", "checkpoints.md#when-something-breaks"),
+    "megasched/data": ("Data", "run.md#data"),
     "megasched/weights": ("Weights and checkpoints", "checkpoints.md"),
     "megasched/definition": ("The model and its config", "run.md#what-comes-from-the-hf-config"),
     "megasched/language": ("What a schedule says", "schedules.md"),
