@@ -12,7 +12,7 @@ from megasched.cli import main
 from megasched.json_output import print_json
 from megasched.launch.quickstart import command as quickstart
 from megasched.launch.quickstart import run_plan
-from megasched.launch.quickstart.corpus import Corpus
+from megasched.launch.quickstart.corpus import Corpus, write_tokenizer
 from tests.launch.status.test_training_log import line
 
 # Command -> why it has no --json.
@@ -80,6 +80,10 @@ CASES = {
         ],
         {"facts", "warnings", "run_folder", "log", "status"},
     ),
+    "tokenize": (
+        ["tokenize", "corpus.jsonl", "--tokenizer-model", "tokenizer", "--output", "tokens"],
+        {"prefix", "tokenizer_model", "documents", "tokens", "empty"},
+    ),
     "doctor": (["doctor"], {"runnable", "packages", "devices", "patches", "problems"}),
     "quickstart": (["quickstart", "--dir", "q"], {"machine", "script", "last_loss", "checkpoints", "next"}),
     "quickstart --dry-run": (["quickstart", "--dir", "q", "--dry-run"], {"machine", "layout", "script"}),
@@ -125,6 +129,8 @@ def folder(tmp_path_factory):
     (folder / "run").mkdir()
     (folder / "run" / "train.log").write_text(TRAINED)
     (folder / "trains_nothing.py").touch()
+    write_tokenizer(folder / "tokenizer")
+    (folder / "corpus.jsonl").write_text('{"text": "a"}\n')
     (folder / "printing.py").write_text(SCHEDULE)
     (folder / "printing_space.py").write_text(SPACE)
     return folder
