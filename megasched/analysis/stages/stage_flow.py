@@ -5,8 +5,7 @@ next layer: shared keys and values, indices, embeddings that later layers use ag
 along with the hidden state. Tensors that the model's own code makes of sides between its modules are computed
 again on every stage, and so are those that depend on no parameter.
 
-A tensor that HF's hooks record inside of a layer (``hooked_outputs.py``) is a side, too, if code after the layers
-reads it.
+A tensor that HF's hooks record in a layer (``hooked_outputs.py``) is one, too, if code after the layers reads it.
 """
 
 from __future__ import annotations
@@ -189,8 +188,7 @@ class StageFlow(TapeReader):
         if not by_numbers:
             self._note_bare(names, place)
             self._note_homes(operands, place)
-        by_inputs = any(isinstance(item, int) for item in items)
-        self._note_state(operands, changed, place, by_inputs)
+        self._note_state(operands, changed, place, by_inputs=any(isinstance(item, int) for item in items))
         self._held.note_changed(func, changed)
         for storage in map(storage_of, changed):
             if not by_numbers:
