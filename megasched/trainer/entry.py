@@ -186,12 +186,18 @@ def check_tokenizer(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: there is none.
     """
+    kind, model = _given(argv, "--tokenizer-type", "--tokenizer-model")
+    if kind in OF_HUGGING_FACE and model:
+        check_hf_model(model, "--tokenizer-model")
+
+
+def _given(argv: Sequence[str], *flags: str) -> list[str | None]:
+    """Returns the values of Megatron's flags, before its parser is there; None for one that is not given."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--tokenizer-type")
-    parser.add_argument("--tokenizer-model")
-    found = FlagParser(parser).parse_known_args(list(argv))[0]
-    if found.tokenizer_type in OF_HUGGING_FACE and found.tokenizer_model:
-        check_hf_model(found.tokenizer_model, "--tokenizer-model")
+    for flag in flags:
+        parser.add_argument(flag, dest=flag)
+    found = vars(FlagParser(parser).parse_known_args(list(argv))[0])
+    return [found[flag] for flag in flags]
 
 
 def check_data_paths(argv: Sequence[str]) -> None:
@@ -270,11 +276,8 @@ def order_kernels(argv: Sequence[str]) -> None:
     Megatron overlaps communication of TP and CP by it, and ends on GPUs before Blackwell without the variable
     (``training/arguments.py:1413``), which CUDA reads once, when it begins.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--tensor-model-parallel-size", default="1")
-    parser.add_argument("--context-parallel-size", default="1")
-    sizes = vars(FlagParser(parser).parse_known_args(list(argv))[0]).values()
-    if set(sizes) != {"1"} and CONNECTIONS not in os.environ:
+    sizes = _given(argv, "--tensor-model-parallel-size", "--context-parallel-size")
+    if not {"1", None}.issuperset(sizes) and CONNECTIONS not in os.environ:
         os.environ[CONNECTIONS] = "1"
         _say(f"megasched: {CONNECTIONS} is 1, which Megatron asks for under TP and CP")
 

@@ -17,19 +17,25 @@ from tests.faults.runs import SAVING, TP2, grad_norms, run, tracked
 FLAGS = [*TP2, *SAVING]
 
 
-def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
-    model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
-    saving = [*FLAGS, "--save", str(save), "--save-interval", "2"]
+def out_of_room(ranks, disk, model, saving, save):
+    """What ranks say whose second save finds the disk full, and all that they print."""
     ranks.run(2, train, model, saving, iterations=2)
     resize(disk, 200_000)
     with pytest.raises(RankError) as caught:
         ranks.run(2, train, model, [*saving, "--load", str(save)], iterations=6)
     said = re.findall(r"SaveError: (/.*No space left.*)", str(caught.value))
     assert said
+    return said, str(caught.value)
+
+
+def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
+    model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
+    saving = [*FLAGS, "--save", str(save), "--save-interval", "2"]
+    said, printed = out_of_room(ranks, disk, model, saving, save)
     for text in said:
         assert text.startswith(f"{save}/iter_0000004 can't be saved: rank ")
         assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", text)
-    assert max(grad_norms(str(caught.value))) == 4
+    assert max(grad_norms(printed)) == 4
     assert tracked(save) == "2"
     assert [path.name for path in save.glob("iter_*") if any(path.iterdir())] == ["iter_0000002"]
     assert inspect_checkpoint(save).problems == []
@@ -43,12 +49,7 @@ def test_a_save_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
 def test_a_save_in_the_background_that_finds_no_room_ends_the_run(ranks, disk, tmp_path):
     model, save = tiny.save("llama", tmp_path / "model"), disk / "ckpt"
     saving = [*FLAGS, "--save", str(save), "--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker"]
-    ranks.run(2, train, model, saving, iterations=2)
-    resize(disk, 200_000)
-    with pytest.raises(RankError) as caught:
-        ranks.run(2, train, model, [*saving, "--load", str(save)], iterations=6)
-    said = re.findall(r"SaveError: (/.*No space left.*)", str(caught.value))
-    assert said
+    said, _ = out_of_room(ranks, disk, model, saving, save)
     assert said[0].startswith(f"{save}/iter_0000004 can't be saved: rank ")
     assert re.search(r"\[Errno 28\] No space left on device: '.*/iter_0000004/__[01]_\d+\.distcp'", said[0])
     assert tracked(save) == "2"

@@ -9,22 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.definition.instances import Itself
 from megasched.definition.module_copy import PLAIN
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-
-
-class _Object:
-    """Compares any object by identity; holds it, so that no other gets its id."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
@@ -46,7 +34,7 @@ def _comparable(value: Any) -> Hashable:
     if kind is dict:
         return kind, tuple((_comparable(key), _comparable(item)) for key, item in value.items())
     if kind is partial:
-        return kind, _Object(value.func), _comparable(value.args), _comparable(value.keywords)
+        return kind, Itself(value.func), _comparable(value.args), _comparable(value.keywords)
     if isinstance(value, torch.Tensor):
         return kind, value.shape, value.dtype, value.device
-    return _Object(value)
+    return Itself(value)

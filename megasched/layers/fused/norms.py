@@ -87,14 +87,20 @@ def _computes_rms_norm(module: nn.Module, eps: float, added: float) -> bool:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x, (size,), small.weight + added, eps)
 
-    before = {name: (Itself(value), _length(value)) for name, value in vars(small).items() if name != "training"}
+    before = _attributes(small)
     equal = computes(small, norm, size, (eps**0.5, 0.1 * eps**0.5), tolerance=1e-5)
-    after = {name: (Itself(value), _length(value)) for name, value in vars(small).items() if name != "training"}
-    return equal and before == after
+    return equal and _attributes(small) == before
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, Sized) and not isinstance(value, torch.Tensor) else None
+def _attributes(module: nn.Module) -> dict[str, tuple[Itself, int | None]]:
+    """Returns what the module has as attributes, and how much is in each that has a length."""
+    held = ((name, value) for name, value in vars(module).items() if name != "training")
+    sized = {
+        name: (value, isinstance(value, Sized) and not isinstance(value, torch.Tensor)) for name, value in held
+    }
+    return {
+        name: (Itself(value), len(value) if has_length else None) for name, (value, has_length) in sized.items()
+    }
 
 
 def _fused(module: nn.Module, epsilon: str) -> Callable[[Forward], Forward]:
