@@ -141,14 +141,14 @@ def inside(value: Any) -> Iterator[tuple[str, Any, Spot]]:
             yield f".{name}", item, Spot(vars(value), name)
     elif isinstance(value, MethodType):
         yield " self", value.__self__, _NOWHERE
-    elif may_keep_state(type(value)):
+    elif is_looked_into(type(value)):
         held = getattr(value, "__dict__", None)
         for name, item in list(held.items()) if isinstance(held, dict) else ():
             yield f".{name}", item, Spot(held, name)
 
 
-def may_keep_state(kind: type) -> bool:
-    """Returns whether a class may keep a definition's state, unlike Python's, torch's, numpy's or Megatron's."""
+def is_looked_into(kind: type) -> bool:
+    """Returns whether objects of a class may keep a definition's state: not those of Python, torch or Megatron."""
     root = kind.__module__.partition(".")[0]
     if issubclass(kind, nn.Module | torch.Tensor | type):
         return False

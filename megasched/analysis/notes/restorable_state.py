@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from megasched.analysis.notes.python_state import Spot, State, may_keep_state
+from megasched.analysis.notes.python_state import Spot, State, is_looked_into
 from megasched.analysis.recording.chance import python_random_states, set_python_random_states
+from megasched.definition.code_state.holder import Holder, items_of
 from megasched.definition.module_copy import filled_cells
 
 # Keep state in objects that belong together, some of them outside of modules: restored in part it would not fit.
@@ -36,7 +34,7 @@ class RestorableState(State):
         self._values, self._outside = values, outside
         self._in_modules: frozenset[str] = frozenset()
         self._compared: list[Any] = []  # held, so that no other tensor gets the id
-        self._restoring: list[Callable[[], None]] = []
+        self._holders: list[Holder] = []
         self._tensors: list[tuple[Spot, torch.Tensor]] = []
         self._restorable = True
         super().__init__(model)
@@ -55,8 +53,8 @@ class RestorableState(State):
 
     def restore(self) -> None:
         """Restores the state."""
-        for restore in reversed(self._restoring):
-            restore()
+        for holder in self._holders:
+            holder.put_back()
 
     def _take_module(self, path: str, module: nn.Module) -> None:
         self._restorable = type(module).__module__.partition(".")[0] not in _OTHERS
@@ -87,43 +85,22 @@ class RestorableState(State):
         elif not isinstance(value, torch.Generator):
             super()._take(name, value, spot, depth)
         elif self._values and self._restorable:
-            self._restoring.append(partial(value.set_state, value.get_state()))
+            self._note(value)
 
     def _note(self, value: Any) -> None:
-        self._restoring += _restoring(value)
+        self._holders += _holders_of(value)
 
 
-def _restoring(value: Any) -> Iterator[Callable[[], None]]:
-    """Yields what restores the present contents of a container, function, object or random generator."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, dict | list | set | deque):
-        held: Any = dict(value) if isinstance(value, dict) else list(value)
-        yield partial(_fill, value, held)
-    elif isinstance(value, FunctionType):
-        for cell in filled_cells(value).values():
-            yield partial(setattr, cell, "cell_contents", cell.cell_contents)
-        yield from _restoring(vars(value))
-    elif isinstance(value, random.Random):
-        yield partial(value.setstate, value.getstate())
-    elif numpy is not None and isinstance(value, numpy.random.Generator):
-        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    elif numpy is not None and isinstance(value, numpy.random.RandomState):
-        yield partial(value.set_state, value.get_state())
-    elif may_keep_state(type(value)) and isinstance(own := getattr(value, "__dict__", None), dict):
-        yield from _restoring(own)
-
-
-def _fill(container: Any, contents: Any) -> None:
-    """Gives a container these contents again, unless it has them."""
-    now, before = ([*each.items()] if isinstance(each, dict) else [*each] for each in (container, contents))
-    if list(map(_identities, now)) == list(map(_identities, before)):
-        return
-    container.clear()
-    (container.update if isinstance(container, dict | set) else container.extend)(contents)
-
-
-def _identities(item: Any) -> tuple[int, ...]:
-    return tuple(map(id, item)) if isinstance(item, tuple) else (id(item),)
+def _holders_of(value: Any) -> Iterator[Holder]:
+    """Yields what is to be put back: a container, a generator, a closure, the attributes of an object."""
+    holders: list[Any] = [value]
+    if isinstance(value, FunctionType):
+        holders = [*filled_cells(value).values(), vars(value)]
+    elif is_looked_into(type(value)) and isinstance(attributes := getattr(value, "__dict__", None), dict):
+        holders.append(attributes)
+    for holder in holders:
+        if (items := items_of(holder)) is not None:
+            yield Holder(holder, items)
 
 
 @contextmanager

@@ -1,24 +1,21 @@
-"""Holds what containers, objects and generators have in them, and what these have in them, to put it back."""
+"""Holds what containers, objects and generators have in them, at any depth, to put it back."""
 
 from __future__ import annotations
 
-import random
 import sys
-from collections import OrderedDict, deque
 from collections.abc import Iterable
 from functools import lru_cache
-from operator import is_
 from pathlib import Path
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from megasched.definition.code_state.holder import Holder, items_of
 from megasched.definition.module_copy import PLAIN, filled_cells
 
 _LIBRARIES = frozenset(["torch", "transformers", "megatron", "megasched", "numpy", "builtins"])
 _INSTALLED = frozenset(["site-packages", "dist-packages"])
-_MAPPINGS = (OrderedDict, dict)  # OrderedDict's own methods keep its order
 # How deep containers and objects are in each other; what is further in is no state that a forward keeps.
 _DEEPEST = 8
 
@@ -32,7 +29,7 @@ class Contents:
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._held: list[tuple[Any, list[Any]]] = []
+        self._holders: list[Holder] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
         seen: set[int] = set()
         waiting = [(value, 0) for value in values if type(value) not in PLAIN]
@@ -45,22 +42,20 @@ class Contents:
                 if not value.is_inference():  # which has no version
                     self._tensors.append((value, value._version))
                 continue
-            items = _items(value)
+            items = items_of(value)
             if items is not None:
-                self._held.append((value, items))
+                self._holders.append(Holder(value, items))
             waiting += [(item, depth + 1) for item in held_by(value, items)]
 
     @property
     def holders(self) -> list[Any]:
         """Returns the containers that were met."""
-        return [holder for holder, _ in self._held]
+        return [holder.value for holder in self._holders]
 
     def put_back(self) -> None:
         """Gives each container that has changed what it had; values of tensors stay."""
-        for holder, items in self._held:
-            now = _items(holder) or []
-            if len(now) != len(items) or not all(map(is_, now, items)):
-                _fill(holder, items)
+        for holder in self._holders:
+            holder.put_back()
 
     def is_written(self) -> bool:
         """Returns whether a tensor in it was written to in place."""
@@ -73,75 +68,8 @@ def held_by(value: Any, items: list[Any] | None = None) -> list[Any]:
     Args:
         items: what a container has in it, where that is there already.
     """
-    items = _items(value) if items is None else items
+    items = items_of(value) if items is None else items
     return [item for item in (_inside(value) if items is None else items) if type(item) not in PLAIN]
-
-
-def _items(value: Any) -> list[Any] | None:
-    """Returns what a container has in it, a mapping's keys before its values; None for what is no container."""
-    if isinstance(value, list):
-        return list.copy(value)
-    if isinstance(value, _MAPPINGS):
-        methods = OrderedDict if isinstance(value, OrderedDict) else dict
-        return [*methods.keys(value), *methods.values(value)]
-    if isinstance(value, deque | set):
-        return list(value)
-    if isinstance(value, _generators()):
-        return [_state(value)]
-    if isinstance(value, CellType):
-        try:
-            return [value.cell_contents]
-        except ValueError:  # of a name that has no value
-            return []
-    return None
-
-
-def _fill(holder: Any, items: list[Any]) -> None:
-    """Gives a container these items, by the methods of Python's class, which no subclass has changed."""
-    if isinstance(holder, list):
-        list.__setitem__(holder, slice(None), items)
-    elif isinstance(holder, _MAPPINGS):
-        methods = OrderedDict if isinstance(holder, OrderedDict) else dict
-        methods.clear(holder)
-        half = len(items) // 2
-        for key, value in zip(items[:half], items[half:], strict=True):
-            methods.__setitem__(holder, key, value)
-    elif isinstance(holder, deque):
-        deque.clear(holder)
-        deque.extend(holder, items)
-    elif isinstance(holder, set):
-        set.clear(holder)
-        set.update(holder, items)
-    elif isinstance(holder, _generators()):
-        _set_state(holder, items[0])
-    elif items:
-        holder.cell_contents = items[0]
-    else:
-        del holder.cell_contents
-
-
-def _generators() -> tuple[type, ...]:
-    """Returns the classes of generators of random numbers, whose state counts as what they have in them."""
-    numpy = sys.modules.get("numpy")
-    more = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return (random.Random, torch.Generator, *more)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _inside(value: Any) -> Iterable[Any]:
