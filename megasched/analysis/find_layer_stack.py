@@ -17,7 +17,7 @@ from torch import nn
 
 from megasched.analysis.loss.loss_form import find_loss_form
 from megasched.analysis.notes.code_facts import CodeFacts, code_facts_of
-from megasched.analysis.recording.meta_call import meta_copy, tensors_in
+from megasched.analysis.recording.meta_call import evaluating, meta_copy, tensors_in
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.recording.tape import Call, Tape
@@ -183,6 +183,19 @@ def flow_of(
     run = _flow_at(meta_copy(model), structure, batch, length or usual, answers)
     stage_inputs = [StageInput(of.made, of.read, tuple(of.places)) for of in run.stage_inputs()]
     return run.ran, stage_inputs, run.bare, run.changed_buffers, run.refused
+
+
+def changed_by_evaluation(model: nn.Module, structure: LayerStack) -> tuple[dict[str, bool], list[str]]:
+    """Returns what an evaluation writes to and training does not: parameters as in LayerStack, and buffers.
+
+    Raises:
+        ScheduleError: the model can't be evaluated on meta.
+    """
+    with evaluating(True):
+        run = _flow_at(meta_copy(model), structure, *SIZES[0])
+    known, buffers = structure.changed_parameters, run.changed_buffers - {*structure.changed_buffers}
+    parameters = {name: by_inputs for name, by_inputs in run.changed_parameters.items() if name not in known}
+    return parameters, sorted(buffers)
 
 
 def layer_stack_of(model: nn.Module) -> LayerStack | None:

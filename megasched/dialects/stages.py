@@ -24,7 +24,7 @@ from megasched.lowering.lower import lower_sequence_boundaries
 from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
 from megasched.plan.plan import Plan
-from megasched.trainer.session import refuse_stages
+from megasched.trainer.stages.refused_stages import refuse_stages
 from megasched.trainer.stages.shared_parameters import shared_parameters
 from megasched.trainer.stages.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry
 from megasched.trainer.stages.stage_transfer import StageBuffers

@@ -13,7 +13,8 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.measure.stages import Measurements
 from megasched.planner.pipeline import order_of
-from megasched.trainer.session import Session, refuse_stages
+from megasched.trainer.session import Session
+from megasched.trainer.stages.refused_stages import refuse_stages
 from megasched.trainer.stages.stage import Stage
 
 # The most that a pipeline holds in flight it holds after so many micro-batches for each of its ranks.

@@ -6,13 +6,14 @@ every rank at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasched.analysis.analysis_cache import AnalysisCache
+from megasched.analysis.find_layer_stack import changed_by_evaluation
 from megasched.analysis.flops import ForwardFlops
 from megasched.analysis.recording.meta_call import meta_copy
 from megasched.analysis.stages.layer_stack import LayerStack
@@ -20,7 +21,7 @@ from megasched.analysis.trials.reach import Reach, find_reach
 from megasched.collector import collector_paused
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import CAUSAL_LM, objective_of
-from megasched.errors import Problem, ScheduleError
+from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.replacements import ReplacedNames
 from megasched.language.schedule import Schedule
@@ -31,12 +32,11 @@ from megasched.plan.make import make_plan
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs, layout_string
 from megasched.plan.plan import Plan
 from megasched.trainer.losses.definition_loss import refuse_loss
+from megasched.trainer.stages.refused_stages import WITHOUT_STAGES, refuse_stages
 from megasched.trainer.stages.stage_transfer import BoundaryCodec
 from megasched.trainer.stages.stage_trial import why_not_stages
 from megasched.trainer.unreached import freeze_unreached
 from megasched.weights.source import WeightSource
-
-WITHOUT_STAGES = "run it without pipeline stages"
 
 if TYPE_CHECKING:
     import torch
@@ -332,35 +332,49 @@ def _open(known: ScheduledDefinition, layout: ParallelDims, make_vocab_size_divi
 def _refuse_changed_state(plan: Plan) -> None:
     """Raises ScheduleError where a forward changes parameters or buffers, which would differ by replica then."""
     structure = plan.structure
-    if structure is None or max(plan.layout.data_parallel_size, plan.layout.cp) == 1:
+    if structure is not None:
+        _refuse_by_replica(plan, "a forward", structure.changed_parameters, structure.changed_buffers)
+
+
+def _refuse_by_replica(plan: Plan, run: str, parameters: Mapping[str, bool], buffers: Sequence[str]) -> None:
+    if max(plan.layout.data_parallel_size, plan.layout.cp) == 1:
         return
-    parameters = [name for name, by_inputs in structure.changed_parameters.items() if by_inputs]
-    for kind, names in (("parameters", parameters), ("buffers", structure.changed_buffers)):
+    by_inputs = [name for name, given in parameters.items() if given]
+    for kind, names in (("parameters", by_inputs), ("buffers", buffers)):
         if names:
-            what = f"a forward changes {kind} ({_first(names)}), and each replica would come to others of its own"
+            what = f"{run} changes {kind} ({_first(names)}), and each replica would come to others of its own"
             raise ScheduleError(Problem(what, names[0].rpartition(".")[0], remedy="run it without DP and CP"))
+
+
+def refuse_changes_of_evaluation(session: Session, *, saves: bool) -> None:
+    """Refuses evaluations amid training that change what training leaves alone: by replica, or in a checkpoint.
+
+    RWKV, for one, divides weights when it evaluates, and multiplies them again at its next training forward: a
+    checkpoint made between the two would hold the divided ones. Of a model that can't be evaluated on meta
+    nothing is known.
+
+    Args:
+        saves: whether the run writes checkpoints.
+
+    Raises:
+        ConfigError: a checkpoint would hold changed parameters.
+        ScheduleError: each replica would come to parameters or buffers of its own.
+    """
+    plan = session.plan
+    if plan.structure is None:
+        return
+    try:
+        parameters, buffers = changed_by_evaluation(session.replaced, plan.structure)
+    except ScheduleError:
+        return
+    _refuse_by_replica(plan, "an evaluation", parameters, buffers)
+    if saves and parameters:
+        raise ConfigError(
+            f"--save beside --eval-interval: an evaluation changes parameters ({_first(sorted(parameters))}) "
+            "until the next training step, and a checkpoint between the two would hold them so; run it without "
+            "--eval-interval, or have the model's config leave them alone (RWKV: --hf-override rescale_every=0)"
+        )
 
 
 def _first(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def refuse_stages(plan: Plan, config: Any) -> None:
-    """Refuses models whose layers can't be cut into pipeline stages.
-
-    Raises:
-        ScheduleError: with the reason.
-    """
-    structure = plan.structure
-    if structure is None:
-        return
-    if getattr(config, "is_encoder_decoder", False):
-        what = "the layers of an encoder-decoder are two lists, and stages are made of one"
-        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))
-    lost = [place.path for place, dim in plan.tp_facts.stage_inputs.items() if dim is None]
-    if lost:
-        what = "later layers read what it makes, and how that is cut over TP could not be followed"
-        raise ScheduleError(Problem(what, lost[0], remedy="run it without pipeline stages, or without TP"))
-    if structure.uncuttable:
-        what = f"the layers can't be cut into pipeline stages: {structure.uncuttable}"
-        raise ScheduleError(Problem(what, structure.layers, remedy=WITHOUT_STAGES))

@@ -31,7 +31,7 @@ from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
 from megasched.trainer.flags.sft import default_sft_args
 from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
 from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
-from megasched.trainer.session import Session, open_session
+from megasched.trainer.session import Session, open_session, refuse_changes_of_evaluation
 from megasched.trainer.stages.shared_parameters import refuse_overlap
 from megasched.trainer.unreached import refuse_unsure_overlap, unreached_lines
 from megasched.weights.hf.folder import HFFolder
@@ -129,6 +129,8 @@ def _refuse_batches(session: Session, args: Namespace) -> None:
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)
     _refuse_offload(session, args)
+    if args.eval_interval is not None and (args.eval_iters or args.full_validation):
+        refuse_changes_of_evaluation(session, saves=args.save is not None)
 
 
 def _refuse_offload(session: Session, args: Namespace) -> None:

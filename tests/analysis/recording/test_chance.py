@@ -12,7 +12,8 @@ from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.definition.build import build_definition
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
-from megasched.trainer.session import open_session, refuse_stages
+from megasched.trainer.session import open_session
+from megasched.trainer.stages.refused_stages import refuse_stages
 from megasched.trainer.unreached import refuse_unsure_overlap
 from tests import tiny
 
