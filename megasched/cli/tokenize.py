@@ -25,15 +25,16 @@ def tokenize(
         str, typer.Option(metavar="DIR", help="The tokenizer: a Hugging Face folder, the model's as a rule.")
     ],
     output: Annotated[Path, typer.Option(metavar="PREFIX", help="Write PREFIX.bin and PREFIX.idx.")],
-    key: Annotated[str, typer.Option(metavar="NAME", help="The field that has the text.")] = "text",
+    key: Annotated[str, typer.Option(metavar="NAME", help="The field that has the text, or sentences.")] = "text",
     force: Annotated[bool, typer.Option("--force", help="Replace a corpus of that name.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Make a corpus of text, in Megatron's indexed format: a run's --data-path PREFIX.
 
-    The tokens are those of --tokenizer-type HuggingFaceTokenizer, with an end token behind each document. A fast
-    tokenizer takes all cores. PREFIX.idx appears last, when both are whole.
+    The tokens are those of --tokenizer-type HuggingFaceTokenizer, with an end token behind each document. For BERT
+    and T5 a document is a list of sentences, to which their data sets add such tokens. A fast tokenizer takes all
+    cores. PREFIX.idx appears last, when both are whole.
     """
     with quiet_imports(), json_only(as_json):
         found = write_tokens(
@@ -51,5 +52,8 @@ def tokenize(
 def print_tokenized(found: Tokenized, console: Console) -> None:
     """Prints what was written, and the flags by which a run reads it."""
     left = f"; {found.empty:,} without text left out" if found.empty else ""
-    console.print(f"{escape(found.prefix)}: {found.documents:,} documents, {found.tokens:,} tokens{left}")
+    sentences = f"{found.sentences:,} sentences, " if found.sentences else ""
+    console.print(
+        f"{escape(found.prefix)}: {found.documents:,} documents, {sentences}{found.tokens:,} tokens{left}"
+    )
     console.print(f"a run reads it with {escape(shlex.join(found.flags))}", soft_wrap=True)

@@ -6,16 +6,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.reading.files import Expected, open_regular
+from megasched.reading.forms import misfit
 from megasched.reading.hf_source import check_hf_model
 from megasched.reading.json_file import parse_json
 
-TEXTS = Expected("JSON lines: an object on each, with the text of one document")
+TEXTS = Expected("JSON lines: an object on each, with the text of one document, or its sentences")
+type Document = str | list[str]  # a text, or sentences
 # Bytes of text that a tokenizer is given at once: enough for all of its threads, and little memory.
 AT_ONCE = 8 << 20
 
@@ -28,13 +31,15 @@ class Tokenized:
         prefix: path without ``.bin`` and ``.idx``.
         tokenizer_model: of the run's flag of that name.
         documents: number of documents.
-        tokens: number of tokens, with one at the end of each document.
+        sentences: number of sentences, where documents are lists of these.
+        tokens: number of tokens, with one at the end of each document that is no list of sentences.
         empty: number of documents without text, which are left out.
     """
 
     prefix: str
     tokenizer_model: str
     documents: int
+    sentences: int
     tokens: int
     empty: int
 
@@ -61,14 +66,15 @@ def write_tokens(
 ) -> Tokenized:
     """Writes the documents of JSON lines as tokens, as a run's ``--tokenizer-type HuggingFaceTokenizer`` would.
 
-    Each document ends with the tokenizer's end token, by which Megatron tells documents apart. Both files appear
-    when they are whole.
+    A text ends with the tokenizer's end token, by which Megatron tells documents apart. Sentences have no tokens
+    but those of their text: Megatron's data sets for BERT and T5 add theirs to each sample. Both files appear when
+    they are whole.
 
     Args:
         files: JSON lines in UTF-8.
         prefix: path of the corpus without ``.bin`` and ``.idx``; its folder is made if missing.
         tokenizer_model: a folder that transformers' AutoTokenizer reads, or an id on the hub.
-        key: field of an object that has the text.
+        key: field of an object that has the text, or a list of sentences: the same for all documents.
         force: replace a corpus of that name.
         progress: shows the transfer of a number of bytes; see ``transfer`` in ``weights/progress.py``.
 
@@ -85,34 +91,39 @@ def write_tokens(
     check_hf_model(tokenizer_model, "--tokenizer-model")
     tokenizer, end = _tokenizer(tokenizer_model, trust_remote_code=trust_remote_code)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    documents = tokens = empty = 0
+    documents = sentences = tokens = empty = 0
     with TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as folder:
         written = [Path(folder, target.name) for target in targets]
         builder = IndexedDatasetBuilder(str(written[0]), dtype=DType.optimal_dtype(len(tokenizer)))
         with progress(sum(file.stat().st_size for file in files)) as advance:
-            for ids, left_out in _documents(files, key, tokenizer, advance):
-                empty += left_out
-                for one in ids:
-                    builder.add_document([*one, end], [len(one) + 1])
-                    documents, tokens = documents + 1, tokens + len(one) + 1
+            for some in _batches(files, key, advance):
+                whole = isinstance(some[0], str)
+                for items in _ids(some, tokenizer, end):
+                    if not items:
+                        empty += 1
+                        continue
+                    ids = [*chain.from_iterable(items)]
+                    builder.add_document(ids, [len(item) for item in items])
+                    documents, tokens = documents + 1, tokens + len(ids)
+                    sentences += 0 if whole else len(items)
         builder.finalize(str(written[1]))
         if not documents:
             raise ConfigError(f"{', '.join(map(str, files))}: no text in any line")
         for source, target in zip(written, targets, strict=True):
             os.replace(source, target)
-    return Tokenized(str(prefix), tokenizer_model, documents, tokens, empty)
+    return Tokenized(str(prefix), tokenizer_model, documents, sentences, tokens, empty)
 
 
-def _documents(
-    files: Sequence[Path], key: str, tokenizer: Any, advance: Callable[[int], Any]
-) -> Iterator[tuple[list[list[int]], int]]:
-    """Yields the ids of some documents, and how many beside them have no text."""
+def _ids(documents: Sequence[Document], tokenizer: Any, end: int) -> Iterator[list[list[int]]]:
+    """Yields the ids of each document: of its text with an end token, or of its sentences; empty without text."""
     # A warning of texts longer than the model's positions says nothing here: Megatron cuts them into rows.
     options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    for texts, size in _batches(files, key):
-        some = list(filter(None, texts))
-        yield tokenizer(some, **options)["input_ids"] if some else [], len(texts) - len(some)
-        advance(size)
+    whole = isinstance(documents[0], str)
+    items = [[*filter(None, [one] if isinstance(one, str) else one)] for one in documents]
+    texts = [*chain.from_iterable(items)]
+    ids = iter(tokenizer(texts, add_special_tokens=whole, **options)["input_ids"] if texts else ())
+    for item in items:
+        yield [[*one, end] if whole else one for one in islice(ids, len(item)) if whole or one]
 
 
 def _tokenizer(name: str, *, trust_remote_code: bool) -> tuple[Any, int]:
@@ -136,31 +147,51 @@ def _tokenizer(name: str, *, trust_remote_code: bool) -> tuple[Any, int]:
     return tokenizer, end
 
 
-def _batches(files: Sequence[Path], key: str) -> Iterator[tuple[list[str], int]]:
-    """Yields the texts of some lines, and the bytes that these lines have."""
-    texts: list[str] = []
+def _batches(files: Sequence[Path], key: str, advance: Callable[[int], Any]) -> Iterator[list[Document]]:
+    """Yields the documents of some lines, and tells of the bytes that these have.
+
+    Raises:
+        ConfigError: some are texts, and some lists of sentences.
+    """
+    documents: list[Document] = []
     size = 0
+    first: type | None = None
     for file in files:
         with open_regular(file, TEXTS) as lines:
             for number, line in enumerate(lines, 1):
                 size += len(line)
                 if not line.isspace():
-                    texts.append(_text(file, number, line, key))
-                if size >= AT_ONCE:
-                    yield texts, size
-                    texts, size = [], 0
-    yield texts, size
+                    documents.append(_document(file, number, line, key))
+                    first = first or type(documents[0])
+                    if type(documents[-1]) is not first:
+                        raise TEXTS.refusal(file, f"line {number}: {_UNLIKE[first]}")
+                if size >= AT_ONCE and documents:
+                    yield documents
+                    advance(size)
+                    documents, size = [], 0
+    if documents:
+        yield documents
+    advance(size)
 
 
-def _text(file: Path, number: int, line: bytes, key: str) -> str:
-    """Returns the text in one line.
+_UNLIKE = {
+    str: "a list of sentences, where documents before it are texts",
+    list: "a text, where documents before it are lists of sentences",
+}
+
+
+def _document(file: Path, number: int, line: bytes, key: str) -> Document:
+    """Returns the document in one line.
 
     Raises:
         ConfigError: it is no JSON, or not of that form; names the line.
     """
     try:
-        found: str = parse_json(line.decode(), {key: str})[key]
+        found = parse_json(line.decode(), {key: str | list})[key]
+        if isinstance(found, list) and (why := misfit(found, [str], key)):
+            raise ValueError(why)
     except ValueError as error:
         why = str(error).removeprefix("line 1, ")
         raise TEXTS.refusal(file, f"line {number}: {why}") from error
-    return found
+    document: Document = found
+    return document

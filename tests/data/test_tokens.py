@@ -77,7 +77,19 @@ def test_documents_are_what_megatrons_tokenizer_makes_of_them(tokenizers, tmp_pa
     assert dataset.index.dtype == np.uint16
     assert dataset.document_indices.tolist() == list(range(len(TEXTS) + 1))
     assert (made.documents, made.tokens, made.empty) == (len(TEXTS), sum(map(len, wanted)), 0)
+    assert made.sentences == 0
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["corpus.bin", "corpus.idx"]
+
+
+@pytest.mark.parametrize("at_once", [1, 8 << 20])
+def test_sentences_are_items_of_a_document_without_more_tokens(tokenizers, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(tokens, "AT_ONCE", at_once)
+    documents = [["first one", "", "one"], [], ["   "], ["one first"]]
+    made = write(tmp_path, [{"text": sentences} for sentences in documents], tokenizers / "bert")
+    found, dataset = read(made.prefix)
+    assert found == [[3, 4], [4], [4, 3]]
+    assert dataset.document_indices.tolist() == [0, 2, 3]
+    assert (made.documents, made.sentences, made.tokens, made.empty) == (2, 3, 5, 2)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,8 +116,11 @@ def test_no_text_is_lost_or_joined_whatever_it_holds(tokenizers, tmp_path, texts
     ("lines", "options", "message"),
     [
         ([{"text": "a"}, b"{"], {}, r"corpus\.jsonl: line 2: column 2: it is no JSON: .*expected JSON lines"),
-        ([{"text": "a"}, {"body": "b"}], {}, r"corpus\.jsonl: line 2: text is missing, text is due"),
-        ([{"text": 3}], {"key": "text"}, r"line 1: text is 3, text is due"),
+        ([{"text": "a"}, {"body": "b"}], {}, r"corpus\.jsonl: line 2: text is missing, text or a list is due"),
+        ([{"text": 3}], {"key": "text"}, r"line 1: text is 3, text or a list is due"),
+        ([{"text": ["a", 3]}], {}, r"line 1: text\[1\] is 3, text is due"),
+        ([{"text": "a"}, {"text": ["b"]}], {}, r"line 2: a list of sentences, .* before it are texts"),
+        ([{"text": []}, {"text": "b"}], {}, r"line 2: a text, where documents before it are lists of sentences"),
         ([b'{"text": "\xff"}'], {}, r"line 1: .*can't decode byte 0xff"),
         ([b'{"text": "\\ud800"}'], {}, r"line 1: text: .* has half a surrogate pair"),
         ([{"text": ""}, b"  "], {}, r"corpus\.jsonl: no text in any line"),

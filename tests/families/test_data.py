@@ -10,7 +10,10 @@ from transformers import AutoTokenizer
 from megasched.definition.objectives import MASKED_LM, SEQ2SEQ_LM
 from megasched.verify.trainer_run import samples_of, train
 from tests.families.cases import assert_gradients_equal, assert_outcome_equals_hf, save
-from tests.families.corpus import MASKED, SENTINELS, SPANS, write_corpus, write_tokenizer
+from tests.families.example import MAKE, write_corpus
+
+MASKED, SPANS, SENTINELS = MAKE["OF_BERT"], MAKE["OF_T5"], MAKE["SENTINELS"]
+write_tokenizer = MAKE["write_tokenizer"]
 
 
 def _train(ranks, folder: Path, script: str, *more: str):
