@@ -31,6 +31,7 @@ from megasched.layers.build_context import BuildContext
 from megasched.layers.losses.cross_entropy import ParallelLossFunction
 from megasched.lowering.call_checks import (
     ReplicaCheck,
+    asks_for,
     note_lowered,
     refuse_built,
     refuse_copies,
@@ -289,7 +290,7 @@ def plan_model(
         length = usual_length(model)
     runs = AnalysisCache(length)
     with one_sequence_rows(schedule.layout), ExitStack() as undo:
-        if inputs is not None:
+        if inputs is not None and not asks_for(model, {}, "output_attentions"):  # which a run's attention has not
             undo.callback(enable(model, inputs))
         names = prepare(schedule, model, inputs=inputs, undo=undo).replaced
         structure = find_layer_stack(model) if staged else _layers_asked_for(schedule)

@@ -10,9 +10,11 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megasched.definition.attention_interface import NAMES
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import caller_source
+from megasched.transformers_names import ATTENTION
 
 # All modules of models that were built, or half so where that has failed.
 _lowered: WeakSet[nn.Module] = WeakSet()
@@ -147,15 +149,16 @@ def _refused(memo: Any) -> Any:
 def refuse_unplanned_outputs(model: nn.Module, layout: ParallelDims) -> None:
     """Has each call of a model that was just built refuse what its config did not ask for when it was planned.
 
-    transformers records it within layers by hooks. Unplanned attentions are those of a rank's heads, and an
-    auxiliary loss over parts of a sequence has a wrong gradient.
+    transformers records it within layers by hooks. Unplanned attentions are those of a rank's heads, or none where
+    a run's attention is called, and an auxiliary loss over parts of a sequence has a wrong gradient.
     """
-    parts = {"output_attentions": layout.tp > 1, "output_router_logits": layout.sp}
-    flags = [flag for flag, part in parts.items() if part and not _asked(model, {}, flag)]
+    fused = getattr(getattr(model, "config", None), ATTENTION, None) in NAMES
+    parts = {"output_attentions": fused or layout.tp > 1, "output_router_logits": layout.sp}
+    flags = [flag for flag, part in parts.items() if part and not asks_for(model, {}, flag)]
 
     def refuse(model: nn.Module, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
         for flag in flags:
-            if _asked(model, arguments, flag):
+            if asks_for(model, arguments, flag):
                 raise ConfigError(
                     f"{flag}: the model was planned without it; set model.config.{flag} = True before "
                     "create_schedule"
@@ -165,7 +168,7 @@ def refuse_unplanned_outputs(model: nn.Module, layout: ParallelDims) -> None:
         model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
-def _asked(model: Any, arguments: Mapping[str, Any], flag: str) -> bool:
+def asks_for(model: Any, arguments: Mapping[str, Any], flag: str) -> bool:
     """Returns whether a call with the arguments, or else the model's config, asks for the output."""
     asked = arguments.get(flag)
     return bool(getattr(getattr(model, "config", None), flag, False) if asked is None else asked)

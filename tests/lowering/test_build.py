@@ -336,6 +336,18 @@ def test_attentions_that_were_planned_are_those_of_all_heads(ranks):
         assert max(gaps) < 1e-5
 
 
+def test_a_process_alone_does_not_leave_attentions_out():
+    model, ids = tiny_model("gemma2"), token_ids()
+    planned = copy.deepcopy(model)
+    planned.config.output_attentions = True
+    wanted = model(ids, output_attentions=True).attentions
+    with pytest.raises(megasched.ConfigError, match=r"set model\.config\.output_attentions = True before"):
+        megasched.build(megasched.create_schedule(model))(ids, output_attentions=True)
+    found = megasched.build(megasched.create_schedule(planned))(ids).attentions
+    assert len(found) == len(wanted) == 2
+    assert max(distance(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-6
+
+
 def _split_sequences():
     """What a model gives and refuses whose layers see parts of a sequence."""
     init_megatron(tp=2)
