@@ -350,23 +350,30 @@ def refuse_changes_of_evaluation(session: Session, *, saves: bool) -> None:
     """Refuses evaluations amid training that change what training leaves alone: by replica, or in a checkpoint.
 
     RWKV, for one, divides weights when it evaluates, and multiplies them again at its next training forward: a
-    checkpoint made between the two would hold the divided ones. Of a model that can't be evaluated on meta
-    nothing is known.
+    checkpoint made between the two would hold the divided ones. Of a model that can't be evaluated on meta nothing
+    is known, and it has to be whole on each rank.
 
     Args:
         saves: whether the run writes checkpoints.
 
     Raises:
         ConfigError: a checkpoint would hold changed parameters.
-        ScheduleError: each replica would come to parameters or buffers of its own.
+        ScheduleError: each replica would come to parameters or buffers of its own, or nothing is known of a model
+            that is split over ranks.
     """
     plan = session.plan
     if plan.structure is None:
         return
     try:
         parameters, buffers = changed_by_evaluation(session.replaced, plan.structure)
-    except ScheduleError:
-        return
+    except ScheduleError as error:
+        dims = plan.layout
+        if max(dims.tp, dims.pp, dims.cp, dims.ep) == 1:
+            return
+        problem = error.problems[0]
+        what = f"what it computes when it evaluates is not known: {problem.what}"
+        remedy = "run it without --eval-interval, or without TP, PP, CP and EP"
+        raise ScheduleError(replace(problem, what=what, remedy=remedy)) from error
     _refuse_by_replica(plan, "an evaluation", parameters, buffers)
     if saves and parameters:
         raise ConfigError(

@@ -15,7 +15,7 @@ from megasched.trainer.checkpoint.source import CheckpointPlaceholder, loaded_fo
 from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.moe import NOTHING_ASKED
 from megasched.trainer.session_from_args import begin_session
-from tests import remote, tiny
+from tests import tiny
 
 
 def arguments(folder, schedule="auto", **changes):
@@ -365,35 +365,3 @@ def test_an_adapter_of_another_model_is_refused(llama, tmp_path):
     file.write_text(ONLY_MLP.replace("llama", "gpt2"))
     with pytest.raises(ConfigError, match=r"mine.py: it is for model type gpt2, and this model is of 'llama'"):
         begin_session(arguments(llama, adapter=str(file)), {})
-
-
-def test_no_checkpoint_holds_what_an_evaluation_makes_of_weights(tmp_path):
-    """RWKV divides weights to evaluate, and multiplies them again when it trains."""
-    write_small_model("rwkv", tmp_path)
-    given = {"world_size": 1, "allow_unverified": True}
-    message = r"an evaluation changes parameters \(.*weight and \d+ more\) until .* --hf-override rescale_every=0"
-    with pytest.raises(ConfigError, match=message):
-        begin_session(arguments(tmp_path, save="checkpoints", **given), {})
-    begin_session(arguments(tmp_path, save="checkpoints", hf_override=["rescale_every=0"], **given), {})
-    for other in ({"save": None}, {"eval_interval": None}, {"eval_iters": 0}):
-        begin_session(arguments(tmp_path, **{"save": "checkpoints", **given, **other}), {})
-
-
-COUNTS_WHAT_IT_EVALUATES = """
-    self.register_buffer("seen", torch.zeros(()))
-
-    def counted(module, args):
-        if not module.training:
-            self.seen += args[0].float().mean()
-
-    self.model.embed_tokens.register_forward_pre_hook(counted)
-    """
-
-
-def test_replicas_do_not_keep_what_each_evaluates(tmp_path):
-    folder = remote.write_changed(tmp_path, COUNTS_WHAT_IT_EVALUATES)
-    given = {"trust_remote_code": True, "allow_unverified": True}
-    message = r"an evaluation changes buffers \(seen\), and each replica would come to others"
-    with pytest.raises(ScheduleError, match=message):
-        begin_session(arguments(folder, world_size=2, **given), {})
-    begin_session(arguments(folder, world_size=1, **given), {})
