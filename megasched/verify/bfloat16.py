@@ -26,7 +26,7 @@ from megasched.verify.numbers import Check
 from megasched.verify.plain.loading import own_experts, widen
 from megasched.verify.plain.watching import Float64
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import FLOOR, HfStep, hf_loss, hf_model, relative
+from megasched.verify.reference import FLOOR, HfStep, furthest, hf_loss, hf_model, relative
 from megasched.verify.trainer_run import gather, logits_of, losses
 
 UNIT = 2.0**-8  # half of bf16's spacing at 1
@@ -99,7 +99,7 @@ def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: in
     """
     factors = TENSOR_PARALLEL if tp > 1 else ONE_RANK
     gradients = gather(reports, "gradients", tp)
-    norm = max((report.grad_norms[0] for report in reports), key=lambda norm: abs(norm - exact.grad_norm))
+    norm = furthest((report.grad_norms[0] for report in reports), exact.grad_norm)
     checks = [_number("loss", losses(reports)[0], plain.loss, exact.loss, UNIT / 16)]
     error, theirs = _error(logits_of(reports), exact.logits), _error(plain.logits, exact.logits)
     checks.append(_check("logits", error, theirs, factors.logits))

@@ -10,7 +10,7 @@ import torch
 
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import floor_of, largest
+from megasched.verify.reference import apart, floor_of, largest_finite, relative
 from megasched.verify.trainer_run import logits_of
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
@@ -125,22 +125,14 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
 def difference(got: torch.Tensor, wanted: torch.Tensor, scale: float = 0.0) -> float:
     """Returns the largest difference relative to the largest value wanted; infinity where shapes differ.
 
-    It is relative to ``scale`` where that is larger, and to ``-scale`` alone where that is positive. Equal
-    infinities, as masks have them, are no difference and no size.
+    It is relative to ``scale`` where that is larger, and to ``-scale`` alone where that is positive.
     """
     if got.shape != wanted.shape:
         return math.inf
     got, wanted = got.double(), wanted.double()
-    apart = got != wanted
-    if not apart.any():
-        return 0.0
-    off = largest((got - wanted)[apart])
-    size = -scale if scale < 0 else max(_largest_finite(wanted), scale)
-    return off / size if size else math.inf
-
-
-def _largest_finite(tensor: torch.Tensor) -> float:
-    return largest(tensor[tensor.isfinite()].double())
+    if scale >= 0:
+        return relative(got, wanted, scale)
+    return apart(got, wanted) / -scale
 
 
 def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tuple[int, str, torch.Tensor, Cut]]:
@@ -190,7 +182,7 @@ def add_replicas(
         met.add(name)
         if name not in wanted:
             continue
-        whole = max(_largest_finite(wanted[name]), 1e-30)
+        whole = max(largest_finite(wanted[name]), 1e-30)
         floor = scale(name)
         # Of the whole tensor's size: a part may hold small values alone.
         size = floor if floor < 0 else -max(whole, floor)

@@ -13,7 +13,7 @@ from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.trainer.flags.model_sizes import EXPERTS_PER_TOKEN
 from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError, RankPool
-from megasched.verify.reference import HfStep, Rounding, differences, hf_step, rounding_of
+from megasched.verify.reference import HfStep, Rounding, differences, furthest, hf_step, rounding_of
 
 TOLERANCE = 1e-5
 # What is beyond the tolerance may be so many times as far from float64 as the unscheduled model in float32 is:
@@ -159,7 +159,7 @@ def compare_step(
     differing = sorted(gradients.keys() ^ expected.gradients.keys())
     if differing or len(logits) != len(expected.logits):
         return Comparison({}, "", ("gradient",), f"not on both sides: {', '.join(differing) or 'logits'}")
-    norm = max((report.grad_norms[0] for report in reports), key=lambda norm: abs(norm - expected.grad_norm))
+    norm = furthest((report.grad_norms[0] for report in reports), expected.grad_norm)
     got = HfStep(trainer_run.losses(reports)[0], logits, gradients, norm)
     found = differences(got, expected)
     worst = max(expected.gradients, key=lambda name: found[name])

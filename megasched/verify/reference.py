@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,7 +210,23 @@ def _off(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
+def largest_finite(tensor: torch.Tensor) -> float:
+    """Returns the largest size of a tensor's finite numbers; masks have others, too."""
+    return largest(tensor[tensor.isfinite()].double())
+
+
+def furthest(numbers: Iterable[float], right: float) -> float:
+    """Returns the number that is furthest from the right one: NaN, if one is that."""
+    return max(numbers, key=lambda number: (math.isnan(number), abs(number - right)))
+
+
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest difference: infinity where there is NaN on either side, none of equal infinities."""
+    off = largest((got - expected)[got != expected])
+    return math.inf if math.isnan(off) else off
+
+
 def relative(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    """Returns the largest difference relative to the largest value expected, or to ``floor`` if that is more."""
-    off, size = largest(got - expected), max(largest(expected), floor)
+    """Returns how far apart they are, relative to the largest value expected, or to ``floor`` if that is more."""
+    off, size = apart(got, expected), max(largest_finite(expected), floor)
     return off / size if size else (0.0 if off == 0 else math.inf)

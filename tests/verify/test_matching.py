@@ -37,6 +37,11 @@ def test_the_errors_of_whole_tensors_are_those_of_each_rank():
     assert found.errors == pytest.approx((0.0, 0.5))
 
 
+def test_a_rank_without_numbers_matches_in_no_way():
+    assert match([X, X.masked_fill(X > 1, torch.nan)], X).error == torch.inf
+    assert match([X[:, :3], X[:, 3:].masked_fill(X[:, 3:] > 1, torch.nan)], X).error == torch.inf
+
+
 def test_parts_of_a_sum_count_only_where_they_may():
     parts = [0.25 * X, 0.75 * X]
     assert match(parts, X, sums=True).way == "summed"

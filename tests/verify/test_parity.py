@@ -5,9 +5,21 @@ import torch
 
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.plan.placement import Placement
+from megasched.verify.bfloat16 import compare_bf16
+from megasched.verify.library.module_comparison import _of_copies
+from megasched.verify.library.module_step import ModuleStep
 from megasched.verify.parity import compare, failure
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import IGNORED, Float64, HfStep, Rounding, differences, hf_step, rounding_of
+from megasched.verify.reference import (
+    IGNORED,
+    Float64,
+    HfStep,
+    Rounding,
+    differences,
+    hf_step,
+    relative,
+    rounding_of,
+)
 
 WEIGHT = torch.tensor([1.0, 0.5])
 DECAY = torch.tensor([2e-2, -1e-2])
@@ -51,6 +63,41 @@ def test_rounding_that_the_unscheduled_model_has_too_is_allowed():
     )
     outcome = compare([report(DECAY - 3e-6)], step(), 1, rounding)  # seven times
     assert (outcome.verdict, outcome.worst) == ("wrong", "decay")
+
+
+@pytest.mark.parametrize("place", ["logits", "gradient", "grad_norm"])
+def test_a_number_that_is_none_is_wrong_wherever_it_stands(place):
+    """Of several the largest error counts, and NaN is larger than none and smaller than none."""
+    reports, expected = [report(), report()], step()
+    if place == "logits":
+        expected.logits *= 2
+        for one in reports:
+            one.logits[0] = [torch.ones(1, 2, 3), torch.full((1, 2, 3), torch.nan)]
+    elif place == "gradient":
+        for one in reports:
+            one.gradients["decay"] = (torch.tensor([2e-2, torch.nan]), Placement("decay", (2,)))
+    else:
+        reports[1].grad_norms = [torch.nan]
+    assert compare(reports, expected, 1).verdict == "wrong"
+    assert not all(check.equal for check in compare_bf16(reports, expected, step(dtype=torch.float64), 1))
+
+
+def test_a_copy_that_holds_no_number_is_told():
+    """On one rank alone, behind others that are right."""
+
+    def holding(rank, value):
+        found = ModuleStep(tp_rank=rank, dp_rank=0, pp_rank=0)
+        found.weights = {name: (one, Placement(name, (2,))) for name, one in (("a", WEIGHT), ("b", value))}
+        return found
+
+    (check,) = _of_copies([holding(0, WEIGHT), holding(1, torch.tensor([1.0, torch.nan]))])
+    assert (check.equal, check.worst) == (False, "b")
+
+
+def test_equal_infinities_are_no_difference():
+    masked = torch.tensor([1.0, -torch.inf])
+    assert relative(masked, masked.clone()) == relative(masked + torch.tensor([0.5, 0]), masked) - 0.5 == 0
+    assert relative(-masked, masked) == relative(masked, WEIGHT) == torch.inf
 
 
 def test_what_differs_from_itself_by_more_than_rounding_excuses_nothing():
