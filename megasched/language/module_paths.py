@@ -61,3 +61,8 @@ class ModulePaths:
             if path.startswith(around + "."):
                 return f"the replacement of {around} was tried on meta, without values, and raised {why}; "
         return ""
+
+
+def is_within(path: str, around: str) -> bool:
+    """Returns whether a module is another one, or in it; all are in the model itself, whose path is empty."""
+    return not around or path == around or path.startswith(f"{around}.")

@@ -18,6 +18,7 @@ from torch import nn
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Problem, ScheduleError
 from megasched.language.lora import DROPOUT, A, B, Lora, is_conv1d, is_linear_class
+from megasched.language.module_paths import is_within
 from megasched.language.records import Record
 from megasched.language.schedule import Schedule
 from megasched.weights.lora import initial_value
@@ -57,7 +58,7 @@ def adapt_modules(schedule: Schedule, model: nn.Module, undo: ExitStack | None =
     unfrozen = [record for record in schedule.records if record.primitive == "unfreeze"]
     names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     problems = [problem for record in records for problem in _check(model, record, names)]
-    problems += [problem for record in unfrozen for problem in _check_unfrozen(model, record, names)]
+    problems += [problem for record in unfrozen for problem in _check_unfrozen(model, record, names, records)]
     problems = problems or _unlike(schedule, records)
     if problems:
         raise ScheduleError(problems)
@@ -91,10 +92,13 @@ def _check(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[P
     return []
 
 
-def _check_unfrozen(model: nn.Module, record: Record, names: Mapping[int, int]) -> list[Problem]:
-    """Returns a problem where a parameter to unfreeze is tied to one outside of the module.
+def _check_unfrozen(
+    model: nn.Module, record: Record, names: Mapping[int, int], adapted: Sequence[Record]
+) -> list[Problem]:
+    """Returns a problem where a parameter to unfreeze is tied to one outside of the module, or has an adapter.
 
-    PEFT keeps a copy of each module that it trains whole, which a tie would not survive.
+    PEFT keeps a copy of each module that it trains whole, which a tie would not survive, and in which it loads no
+    adapter.
     """
     try:
         inside = Counter(
@@ -103,6 +107,9 @@ def _check_unfrozen(model: nn.Module, record: Record, names: Mapping[int, int]) 
     except AttributeError:
         what = "unfreeze: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "unfreeze a module that stays")]
+    if inner := next((one.path for one in adapted if is_within(one.path, record.path)), None):
+        what = f"unfreeze: {inner}, which is adapted, is in it, and PEFT trains a module whole or by an adapter"
+        return [Problem(what, record.path, record.source, "unfreeze what is beside the adapted linears")]
     if all(names[parameter] == count for parameter, count in inside.items()):
         return []
     what = "unfreeze: a parameter is tied to one outside of the module, and a PEFT adapter does not keep the tie"

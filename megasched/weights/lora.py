@@ -19,6 +19,7 @@ import torch
 from megasched.definition.objectives import objective_of
 from megasched.errors import CheckpointError
 from megasched.language.lora import A, B, Lora, adapted, adapter_names, is_conv1d
+from megasched.language.module_paths import is_within
 from megasched.language.schedule import Schedule
 from megasched.plan.placement import Placement
 from megasched.weights.lazy import Box, Composed, LazyTensor, whole
@@ -42,6 +43,7 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
     if not calls:
         return None
     path, first = next(iter(calls.items()))
+    unfrozen = dict.fromkeys(record.path for record in schedule.records if record.primitive == "unfreeze")
     rank, alpha = first["rank"], first["alpha"]
     return {
         "peft_type": "LORA",
@@ -57,7 +59,11 @@ def adapter_config(schedule: Schedule, base_model: str) -> dict[str, Any] | None
         "target_modules": list(calls),
         "rank_pattern": {path: call["rank"] for path, call in calls.items() if call["rank"] != rank},
         "alpha_pattern": {path: call["alpha"] for path, call in calls.items() if call["alpha"] != alpha},
-        "modules_to_save": [r.path for r in schedule.records if r.primitive == "unfreeze"] or None,
+        # The outermost: PEFT keeps copies of them, and looks into none for another.
+        "modules_to_save": [
+            one for one in unfrozen if not any(is_within(one, other) for other in unfrozen if other != one)
+        ]
+        or None,
     }
 
 

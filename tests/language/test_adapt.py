@@ -131,6 +131,18 @@ def test_ties_are_refused():
     assert "tied to one outside of the module" in what
 
 
+@pytest.mark.parametrize("path", ["0.up", "0", ""])
+def test_what_is_trained_whole_has_no_adapter_in_it(model, path):
+    """PEFT makes a copy of such a module, in which it does not look for adapters."""
+
+    def fill(sch):
+        sch["*.up"].adapt(rank=2)
+        (sch[path] if path else sch).unfreeze()
+
+    (what,) = refused(model, fill)
+    assert what == "unfreeze: 0.up, which is adapted, is in it, and PEFT trains a module whole or by an adapter"
+
+
 ADAPTED = {
     "llama": ["**.[qv]_proj", "**.o_proj", "**.down_proj", "**.gate_proj"],
     "gpt2": ["**.c_attn", "**.c_proj"],

@@ -34,9 +34,15 @@ def adapt_llama(sch):
     sch["model.norm"].unfreeze()
 
 
+def adapt_phi3(sch):
+    sch["**.qkv_proj"].adapt(rank=4, alpha=2, use_rslora=True)
+    sch["**.gate_up_proj"].unfreeze()
+    sch["model.layers.1.mlp"].unfreeze()  # one of those is in it
+
+
 ADAPT = {
     "llama": adapt_llama,
-    "phi3": lambda sch: sch["**.qkv_proj"].adapt(rank=4, alpha=2, use_rslora=True),
+    "phi3": adapt_phi3,
     "gpt2": lambda sch: sch["transformer.h.*"]["**.c_*"].adapt(rank=3),
 }
 
