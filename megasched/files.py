@@ -37,11 +37,19 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Runs its body with a folder beside ``path``, which becomes ``path`` on success and is removed on an error.
 
+    Args:
+        path: if it is a link, the folder that it names becomes the new one.
+
     Raises:
         ConfigError: there is something at ``path`` already, or it can't be written, now or later.
     """
+    path = Path(os.path.realpath(path))  # which a rename can replace: neither a link nor `.`
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path}: there is something already; name a folder that is empty or does not exist")
+    if os.path.ismount(path):
+        raise ConfigError(
+            f"{path}: a file system is mounted there, which nothing can replace; name a folder in it"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))

@@ -305,6 +305,29 @@ def test_what_is_there_is_left_alone(checkpoint, tmp_path):
         import_weights(tmp_path / "hf", checkpoint, progress=quiet)
 
 
+def test_an_empty_folder_is_filled_by_whatever_name(checkpoint, tmp_path, monkeypatch):
+    for name in ("linked", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("linked")
+    export(checkpoint, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert_same_bits(tmp_path / "hf", tmp_path / "linked")
+    monkeypatch.chdir(tmp_path / "here")
+    export(checkpoint, Path())
+    assert_same_bits(tmp_path / "hf", tmp_path / "here")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_mount_is_refused_before_anything_is_written(checkpoint, tmp_path, monkeypatch):
+    """No rename replaces it, which was told when all was written."""
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"disk: a file system is mounted there, .*; name a folder in it"):
+        export_weights(
+            checkpoint, tmp_path / "disk", progress=lambda size: pytest.fail("written"), max_shard_size=1
+        )
+
+
 def test_a_folder_that_does_not_fit_its_config_is_not_imported(tiny, trained, tmp_path):
     trained(tiny("llama")).save_pretrained(tmp_path / "hf")
     save_file(stored(tmp_path / "hf") | {UP: torch.zeros(60, 32)}, tmp_path / "hf" / "model.safetensors")
