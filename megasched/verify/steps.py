@@ -27,6 +27,8 @@ from megasched.verify.plain.runs import OPTIMIZER, Batches, PlainModel, PlainRun
 from megasched.verify.ranks.pool import RankPool
 from megasched.verify.recording import RankReport
 from megasched.verify.trainer_run import gather
+from megasched.weights.hf.hub import local_folder
+from megasched.weights.hf.safetensors_files import has_weights
 
 # Epsilon: gradients below it are told from rounding; decay: enough to see that it is where it must be.
 STEP_FLAGS = ["--adam-eps", str(OPTIMIZER["eps"]), "--weight-decay", str(OPTIMIZER["weight_decay"])]
@@ -220,7 +222,8 @@ def make_subject(
             raise ConfigError(
                 "--hf-override and --layers change a small copy; --full-size takes the model as it is"
             )
-        depth, own = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), _has_weights(hf_model)
+        hf_model = str(local_folder(hf_model))
+        depth, own = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), has_weights(hf_model)
         dropouts = switch(config, 0.0)
         notes += [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
     else:
@@ -243,10 +246,6 @@ def make_subject(
     # The ranks may run elsewhere.
     adapter = None if adapter is None else os.path.abspath(adapter)
     return replace(found, drops_out=drops_out, notes=tuple(notes), adapter=adapter)
-
-
-def _has_weights(hf_model: str) -> bool:
-    return any(Path(hf_model).glob("*.safetensors"))
 
 
 def _link(hf_model: str, target: Path) -> None:

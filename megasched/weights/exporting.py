@@ -24,9 +24,11 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.files import check_room, whole_folder
 from megasched.language.lora import A, B, Lora
 from megasched.reading.files import MIB, Expected, is_regular
+from megasched.reading.hf_source import check_hf_model
 from megasched.reading.json_file import read_json
 from megasched.weights.hf.conversions import Conversions
 from megasched.weights.hf.files import config_of_export, copy_hf_files, with_nested
+from megasched.weights.hf.hub import local_folder
 from megasched.weights.hf.writer import Output, write_weights
 from megasched.weights.lazy import LazyTensor, Narrowed
 from megasched.weights.lora import CONFIG as LORA_CONFIG
@@ -110,7 +112,7 @@ def export_weights(
 
     Args:
         load: a ``--save`` folder or one of its checkpoints, or a universal checkpoint of DeepSpeed's.
-        hf_model: folder with config and tokenizer; by default those that the run kept in the checkpoint.
+        hf_model: folder or hub id, for config and tokenizer; by default those that the run kept in the checkpoint.
         adapter: write only the weights that LoRA trained, in PEFT's form, instead of the merged model.
         dtype: of the parameters; that of the checkpoint by default. Buffers keep theirs, and parameters that
             transformers keeps in float32 beside weights of this dtype are written so.
@@ -247,10 +249,13 @@ def _usual_dtype(outputs: list[Output]) -> torch.dtype:
 
 
 def _hf_files(checkpoint: Path, hf_model: str | Path | None) -> Path:
-    files = Path(hf_model) if hf_model is not None else checkpoint / HF_FILES
-    if hf_model is None and not is_regular(files / "config.json"):
+    if hf_model is not None:
+        check_hf_model(str(hf_model))
+        return local_folder(hf_model, weights=False)
+    files = checkpoint / HF_FILES
+    if not is_regular(files / "config.json"):
         raise ConfigError(f"{checkpoint}: no HF config was kept in it; name its HF folder with --hf-model")
-    if hf_model is None and not files.resolve().is_relative_to(checkpoint.resolve()):
+    if not files.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(f"{files}: it is a link out of the checkpoint; name its HF folder with --hf-model")
     return files
 

@@ -7,13 +7,17 @@ from pathlib import Path
 from megasched.errors import ConfigError
 
 # Weights in one format, and what lies beside them; code that comes with a model only runs when asked for.
-WANTED = ["*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py"]
+WEIGHTS = ["*.safetensors"]
+BESIDE = ["*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py"]
 
 
-def local_folder(hf_model: str | Path) -> Path:
+def local_folder(hf_model: str | Path, *, weights: bool = True) -> Path:
     """Returns the folder of a model: the path itself, or the local copy of the hub's files for that id.
 
     Missing files are downloaded; ``HF_HUB_OFFLINE=1`` forbids it.
+
+    Args:
+        weights: download these as well.
 
     Raises:
         ConfigError: there is no such folder, and the hub has no such id or can't be reached.
@@ -24,7 +28,7 @@ def local_folder(hf_model: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(hf_model), allow_patterns=WANTED))
+        return Path(snapshot_download(str(hf_model), allow_patterns=WEIGHTS + BESIDE if weights else BESIDE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
