@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,14 @@ import torch
 
 from megasched.definition.build import build_definition, kept_in_float32, load_config
 from megasched.definition.objectives import find_objective
-from megasched.errors import CheckpointError, ConfigError
+from megasched.errors import CheckpointError, ConfigError, some_of
 from megasched.files import check_room, whole_folder, write_whole
 from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.weights.exporting import Progress
 from megasched.weights.hf.files import write_hf_files
 from megasched.weights.hf.folder import HFFolder
 from megasched.weights.hf.hub import local_folder
-from megasched.weights.lazy import LazyTensor
+from megasched.weights.lazy import Computed, LazyTensor
 from megasched.weights.source import canonical_names, of_passed_over
 from megasched.weights.torch_dist.reader import HF_FILES
 from megasched.weights.torch_dist.writer import TorchDistWriter
@@ -102,15 +103,25 @@ def import_weights(
 
 
 def _fitting(source: HFFolder, definition: PreTrainedModel, hf_model: str | Path) -> dict[str, LazyTensor]:
-    """Returns the parameters of a definition, and the buffers that the folder has, in the order of its state.
+    """Returns the parameters and persistent buffers of a definition, in the order of its state.
+
+    A buffer that the folder lacks has the class's value, as in a run: a checkpoint that lacks it can't be loaded.
 
     Raises:
-        CheckpointError: names or shapes do not fit; lists them all.
+        CheckpointError: names or shapes do not fit; lists them all. Or the class makes a buffer that the folder
+            lacks of its weights.
     """
-    parameters = set(canonical_names(definition).values())
-    source.check(parameters)
-    state = definition.state_dict()
-    tensors = {name: source.tensor(name) for name in state if name in parameters or name in source.buffers}
+    canonical = canonical_names(definition)
+    source.check(set(canonical.values()))
+    state, held = definition.state_dict(), {*canonical.values(), *source.buffers}
+    own = {name: value for name, value in state.items() if name not in held and name not in canonical}
+    if made := [name for name, value in own.items() if value.is_meta]:
+        raise CheckpointError(f"{hf_model} has no {some_of(made)}: a buffer that the class makes of its weights")
+    tensors = {
+        name: source.tensor(name) if name in held else Computed((), partial(own.get, name), (*value.shape,))
+        for name, value in state.items()
+        if name in held or name in own
+    }
     wrong = [
         f"    {tensor.where} has shape {list(tensor.shape)}, the definition has {list(state[name].shape)}"
         for name, tensor in tensors.items()

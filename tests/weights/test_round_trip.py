@@ -344,6 +344,20 @@ def test_a_checkpoint_without_a_config_asks_for_one(checkpoint, tmp_path):
     assert_same_bits(tmp_path / "hf", tmp_path / "back")
 
 
+def test_a_buffer_that_the_folder_lacks_is_what_the_class_makes_it(tiny, trained, tmp_path):
+    """As in a run that starts from the folder; BART's older folders lack one."""
+    given = trained(tiny("deepseek_v3")).state_dict()
+    trained(tiny("deepseek_v3")).save_pretrained(tmp_path / "hf")
+    bias = next(name for name in given if name.endswith("e_score_correction_bias"))
+    less = {name: value for name, value in stored(tmp_path / "hf").items() if name != bias}
+    save_file(less, tmp_path / "hf" / "model.safetensors")
+    imported = import_weights(tmp_path / "hf", tmp_path / "ckpt", progress=quiet, dtype=torch.bfloat16)
+    held = TorchDist(imported.checkpoint / RELEASE).model[bias]
+    assert torch.equal(held.read(whole(held.shape)), torch.zeros(16))
+    export(imported.checkpoint, tmp_path / "back")
+    assert stored(tmp_path / "back").keys() == {*less, bias}
+
+
 def test_import_in_another_dtype_keeps_what_transformers_keeps(tmp_path):
     from megasched.definition.small_models.small_models import small_config
 
