@@ -111,6 +111,21 @@ def refuse_nan(values: torch.Tensor, where: str) -> None:
         )
 
 
+def cast(values: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Returns values in another dtype; ``where`` describes them for the message.
+
+    Raises:
+        CheckpointError: one is too large for it, and would be infinite.
+    """
+    found = values.to(dtype)
+    if dtype != values.dtype and dtype.is_floating_point and found.isinf().any():
+        lost = values[found.isinf() & values.isfinite()]
+        if lost.numel():
+            largest = f"the largest value of {str(dtype).removeprefix('torch.')} is {torch.finfo(dtype).max:g}"
+            raise CheckpointError(f"{where} has {float(lost[0]):g} in it, and {largest}: choose another dtype")
+    return found
+
+
 @dataclass(frozen=True)
 class Stored:
     """Represents a tensor of a safetensors file, which is open only during reads."""
@@ -151,7 +166,7 @@ class Composed:
     """Serves as the base of tensors that are made of several others.
 
     Attributes:
-        sources: the others.
+        sources: the others; none of what the model's class computes.
     """
 
     sources: Sequence[LazyTensor]
@@ -163,6 +178,8 @@ class Composed:
     @property
     def where(self) -> str:
         leaves = list(self.leaves())
+        if not leaves:
+            return "a value of the model's class"
         return leaves[0].where + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
 
     def leaves(self) -> Iterator[Leaf]:

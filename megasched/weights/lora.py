@@ -22,7 +22,7 @@ from megasched.language.lora import A, B, Lora, adapted, adapter_names, is_conv1
 from megasched.language.module_paths import is_within
 from megasched.language.schedule import Schedule
 from megasched.plan.placement import Placement
-from megasched.weights.lazy import Box, Composed, LazyTensor, whole
+from megasched.weights.lazy import Box, Composed, LazyTensor, cast, whole
 from megasched.weights.random_init import parameter_seed
 from megasched.weights.source import WeightSource
 
@@ -159,7 +159,7 @@ def save_adapter(
     beside = tuple(f"{path}." for path in config["modules_to_save"] or ())
     names = [*adapter_names(adapters), *(name for name in tensors if beside and name.startswith(beside))]
     values = {name: tensors[name].read(whole(tensors[name].shape)).contiguous() for name in names}
-    found = {_PREFIX + name: value.to(dtype or value.dtype) for name, value in values.items()}
+    found = {_PREFIX + name: cast(value, dtype or value.dtype, name) for name, value in values.items()}
     save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
     return len(found)

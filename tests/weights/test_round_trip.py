@@ -358,6 +358,21 @@ def test_a_buffer_that_the_folder_lacks_is_what_the_class_makes_it(tiny, trained
     assert stored(tmp_path / "back").keys() == {*less, bias}
 
 
+def test_a_value_that_a_dtype_does_not_hold_is_named(checkpoint, tmp_path):
+    """It was written as infinity."""
+    held = stored(tmp_path / "hf")
+    held[NORM][3] = 1e5
+    save_file(held, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    why = f"{NORM} has 100000 in it, and the largest value of float16 is 65504: choose another dtype"
+    with pytest.raises(CheckpointError, match=why):
+        import_weights(tmp_path / "hf", tmp_path / "half", progress=quiet, dtype=torch.float16)
+    import_weights(tmp_path / "hf", tmp_path / "whole", progress=quiet)
+    with pytest.raises(CheckpointError, match=why):
+        export(tmp_path / "whole", tmp_path / "back", dtype=torch.float16)
+    assert not (tmp_path / "back").exists()
+    export(tmp_path / "whole", tmp_path / "back", dtype=torch.bfloat16)
+
+
 def test_import_in_another_dtype_keeps_what_transformers_keeps(tmp_path):
     from megasched.definition.small_models.small_models import small_config
 

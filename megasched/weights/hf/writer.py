@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megasched.weights.hf.safetensors_files import INDEX, SINGLE, dtype_names
-from megasched.weights.lazy import Box, LazyTensor, blocks
+from megasched.weights.lazy import Box, LazyTensor, blocks, cast
 from megasched.weights.progress import ahead
 
 
@@ -52,7 +52,7 @@ def write_weights(
 
     Raises:
         OSError: it can't be written.
-        CheckpointError: a tensor can't be read.
+        CheckpointError: a tensor can't be read, or has a value that its dtype does not hold.
     """
     shards = _shards(outputs, max_shard_size)
     if len(shards) == 1:
@@ -106,4 +106,4 @@ def _blocks(outputs: Sequence[Output]) -> Iterator[Callable[[], torch.Tensor]]:
 
 
 def _read(output: Output, box: Box) -> torch.Tensor:
-    return output.tensor.read(box).to(output.dtype).contiguous()
+    return cast(output.tensor.read(box), output.dtype, output.tensor.where).contiguous()

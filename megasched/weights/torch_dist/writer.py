@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megasched.weights.lazy import LazyTensor, blocks
+from megasched.weights.lazy import LazyTensor, blocks, cast
 from megasched.weights.torch_dist.reader import COMMON
 
 # A rank reads the chunks that it needs a part of, so small ones are read by few.
@@ -54,11 +54,11 @@ class TorchDistWriter:
 
         Raises:
             OSError: it can't be written.
-            CheckpointError: the tensor can't be read.
+            CheckpointError: the tensor can't be read, or has a value that the dtype does not hold.
         """
         chunks = []
         for box in blocks(tensor.shape, dtype.itemsize, CHUNK):
-            values = tensor.read(box).to(dtype).contiguous()
+            values = cast(tensor.read(box), dtype, tensor.where).contiguous()
             if values.untyped_storage().nbytes() != values.nbytes:  # torch.save writes whole storages
                 values = values.clone()
             start = torch.Size(first for first, _ in box)
