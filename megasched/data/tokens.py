@@ -109,6 +109,7 @@ def write_tokens(
         builder.finalize(str(written[1]))
         if not documents:
             raise ConfigError(f"{', '.join(map(str, files))}: no text in any line")
+        targets[1].unlink(missing_ok=True)  # it says nothing of the tokens that come first
         for source, target in zip(written, targets, strict=True):
             os.replace(source, target)
     return Tokenized(str(prefix), tokenizer_model, documents, sentences, tokens, empty)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from contextlib import nullcontext
 
@@ -142,6 +143,22 @@ def test_what_is_there_already_stays(tokenizers, tmp_path):
     assert read(made.prefix)[0] == [[97, 256]]
     write(tmp_path, [{"text": "b"}], tokenizers / "bytes", force=True)
     assert read(made.prefix)[0] == [[98, 256]]
+
+
+def test_no_index_speaks_of_the_tokens_of_another_corpus(tokenizers, tmp_path, monkeypatch):
+    """Of a replacement that ends between its two files: the old index over new tokens would be read."""
+    made = write(tmp_path, [{"text": "abc"}], tokenizers / "bytes")
+    move = os.replace
+
+    def killed(source, target):
+        if str(target).endswith(".idx"):
+            raise KeyboardInterrupt
+        move(source, target)
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, [{"text": "another"}], tokenizers / "bytes", force=True)
+    assert not os.path.exists(f"{made.prefix}.idx")
 
 
 def test_a_tokenizer_must_have_an_end_and_be_there(tokenizers, tmp_path):
