@@ -212,6 +212,13 @@ def test_a_file_that_comes_meanwhile_is_left_alone(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
+def test_a_link_to_nothing_is_there_as_well(tmp_path):
+    """Nothing was written, and the command said that all was."""
+    (tmp_path / "mine.py").symlink_to("gone.py")
+    with pytest.raises(ConfigError, match="the file exists"):
+        write_new("theirs\n", tmp_path / "mine.py")
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError) as raised:
         write_new("", tmp_path / "no" / "mine.py")

@@ -204,7 +204,7 @@ def refuse_existing(path: Path, *, force: bool) -> None:
     Raises:
         ConfigError: the file exists and ``force`` is not given, or its folder does not.
     """
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise ConfigError(f"--output {path}: the file exists; name another, or replace it with --force")
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}")
