@@ -5,12 +5,13 @@ Every word of the user's that bash reads is quoted by ``shlex``.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,13 @@ START_FLAGS = {
     "--finetune": False,
     "--no-load-optim": False,
     "--no-load-rng": False,
+    "--load-main-params-from-ckpt": False,
     "--pretrained-checkpoint": True,
+    "--ckpt-step": True,
+    "--override-ckpt-iteration": True,
 }
+# Of those, where a run begins in the folder of --load: of no other folder can they be meant.
+ITERATIONS = ("--ckpt-step", "--override-ckpt-iteration")
 LONGEST_LINE = 100
 
 
@@ -127,8 +133,8 @@ def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[s
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and read_bytes(path, SCRIPT) != text.encode():
-        number = 1 + sum(1 for _ in path.parent.glob(f"{path.name}.*"))
-        path.rename(path.with_name(f"{path.name}.{number}"))
+        kept = (path.with_name(f"{path.name}.{number}") for number in count(1))
+        path.rename(next(name for name in kept if not os.path.lexists(name)))
     write_whole(path, [text])
     path.chmod(0o755)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job).items()}
@@ -137,7 +143,11 @@ def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[s
 
 
 def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags that only a run's first start has, and the other flags."""
+    """Returns the flags that only a run's first start has, and the other flags.
+
+    Raises:
+        ConfigError: the run is to begin at some iteration of its own folder, as each restart would.
+    """
     start: list[str] = []
     rest: list[str] = []
     taken = False
@@ -149,6 +159,14 @@ def _start(flags: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     save = value_of("--save", flags)
+    load = value_of("--load", flags) or save
+    if save and Path(load) == Path(save):
+        for name in ITERATIONS:
+            if iteration := value_of(name, flags):
+                raise ConfigError(
+                    f"{name} {iteration} in the run's own folder, --save {save}: each restart would begin there "
+                    f"again; give --load {save} and another --save"
+                )
     if save and start in (["--load", save], [f"--load={save}"]):  # what a restart does anyway
         return [], rest
     return start, rest

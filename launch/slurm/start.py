@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
+from megasched.errors import ConfigError
 from megasched.launch.jobs.checks import Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
 from megasched.launch.jobs.words import refuse_unusable
@@ -65,9 +66,17 @@ def enqueue(folder: RunFolder, times: int = 1) -> list[str]:
         times: number of jobs; of several, each begins when the one before has ended, whatever its end (singleton).
 
     Raises:
-        ConfigError: Slurm refuses the script.
+        ConfigError: Slurm refuses the script; the message names the jobs of a chain that it has taken.
     """
     options = ["--dependency=singleton"] if times > 1 else []
-    jobs = [submit(folder.script, *options) for _ in range(times)]
-    folder.describe(folder.described() | {"jobs": jobs})
+    jobs: list[str] = []
+    for _ in range(times):
+        try:
+            jobs.append(submit(folder.script, *options))
+        except ConfigError as error:
+            if not jobs:
+                raise
+            taken = f"{len(jobs)} of {times} are in the queue ({', '.join(jobs)}): `scancel` ends them"
+            raise ConfigError(f"{error}\n{taken}") from error
+        folder.describe(folder.described() | {"jobs": jobs})
     return jobs

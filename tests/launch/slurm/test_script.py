@@ -285,15 +285,27 @@ def test_restarts_without_a_new_checkpoint_are_counted(bench):
 @pytest.mark.parametrize("saved", [False, True])
 def test_what_begins_a_run_does_not_begin_its_restart(bench, saved):
     save = bench.folder / "ckpt"
-    flags = ("--save", str(save), "--load", "/other", "--finetune", "--lr", "1e-3")
+    begins = ["--load", "/other", "--ckpt-step", "40", "--no-load-optim", "--load-main-params-from-ckpt"]
+    begins += ["--override-ckpt-iteration", "7"]
+    flags = ("--save", str(save), *begins, "--lr", "1e-3")
     save.mkdir()
     if saved:
         (save / "latest_checkpointed_iteration.txt").write_text("5")
     bench.run(bench.job(flags=flags))
-    start = ["--load", str(save)] if saved else ["--load", "/other", "--finetune"]
+    start = ["--load", str(save)] if saved else begins
     assert bench.command()[5:] == [
         *("--save", str(save), "--lr", "1e-3", *start, "--exit-signal-handler", "--exit-signal", "SIGURG")
     ]
+
+
+@pytest.mark.parametrize("load", [(), ("--load", "/ckpt/")])
+@pytest.mark.parametrize("flag", ["--ckpt-step", "--override-ckpt-iteration"])
+def test_a_run_that_would_go_back_at_each_restart_is_refused(flag, load):
+    with pytest.raises(
+        ConfigError, match=rf"{flag} 40 .*--save /ckpt: each restart would begin there again; give"
+    ):
+        render(replace(JOB, flags=("--save", "/ckpt", *load, flag, "40")))
+    render(replace(JOB, flags=(*load, flag, "40")))
 
 
 @pytest.mark.parametrize(

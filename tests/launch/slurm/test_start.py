@@ -20,6 +20,7 @@ echo "$@" >>"$0.calls"
 case "$*" in
 *--test-only*) echo "sbatch: Job 9 to start at soon" >&2; exit "${TEST_ONLY:-0}" ;;
 esac
+[ "$(wc -l <"$0.calls")" -le "${MOST:-99}" ] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }
 echo "$(wc -l <"$0.calls");cluster"
 """
 
@@ -60,6 +61,20 @@ def test_a_chain_waits_for_itself(sbatch, job):
     )
 
 
+def test_a_chain_of_which_slurm_takes_a_beginning(sbatch, job, monkeypatch):
+    """A user who knows of no job starts the chain again, and two runs write into one folder."""
+    write(prepare(job, check_run=False))
+    folder = RunFolder(job.run_folder)
+    monkeypatch.setenv("MOST", "3")
+    with pytest.raises(
+        ConfigError, match=r"QOSMaxSubmitJobPerUserLimit\n2 of 3 are in the queue \(2, 3\): `scancel` ends"
+    ):
+        enqueue(folder, 3)
+    assert folder.described()["jobs"] == ["2", "3"]
+    with pytest.raises(ConfigError, match=r"QOSMaxSubmitJobPerUserLimit$"):
+        enqueue(folder, 3)
+
+
 def test_an_edited_script_is_kept(sbatch, job):
     script = write(prepare(job, check_run=False))
     script.write_text("mine")
@@ -68,6 +83,10 @@ def test_an_edited_script_is_kept(sbatch, job):
     assert (script.with_name("job.sbatch.1")).read_text() == "mine"
     assert "--nodes=8" in script.with_name("job.sbatch.2").read_text()
     assert "--nodes=4" in script.read_text()
+    script.with_name("job.sbatch.1").unlink()  # whoever tidies up loses no other one
+    write(prepare(replace(job, nodes=2), check_run=False))
+    assert "--nodes=4" in script.with_name("job.sbatch.1").read_text()
+    assert "--nodes=8" in script.with_name("job.sbatch.2").read_text()
 
 
 def test_what_slurm_refuses_is_not_written(sbatch, job, monkeypatch):
