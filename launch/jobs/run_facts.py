@@ -81,6 +81,10 @@ def _interleaving(args: Namespace, layout: Any, microbatches: int) -> Iterator[s
     if layout.vpp == 1:
         return
     group = args.microbatch_group_size_per_vp_stage or layout.pp
+    if group < layout.pp:
+        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+        yield f"{flag} {group}: Megatron takes PP at least, {layout.pp}"
+        return
     rest = microbatches % group
     if microbatches < group or 0 < rest < layout.pp:
         share = args.micro_batch_size * layout.data_parallel_size

@@ -79,10 +79,12 @@ def chunk_memory(measured: Measurements, stage: Stage) -> ChunkMemory:
     return ChunkMemory(kept, forward, max(backward, end.ending))
 
 
-def activation_peak(chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatches: int) -> int:
+def activation_peak(
+    chunks: Sequence[ChunkMemory], rank: int, pp: int, microbatches: int, group: int | None = None
+) -> int:
     """Returns the most bytes of activations that a pipeline rank holds at once during one step."""
     peak = kept = 0
-    for work in order_of(rank, pp, len(chunks), microbatches):
+    for work in order_of(rank, pp, len(chunks), microbatches, group):
         chunk = chunks[work.chunk]
         if not work.forward:
             kept -= chunk.kept
@@ -123,6 +125,7 @@ def rank_memory(
     *,
     microbatches: int,
     sharded: bool,
+    group: int | None = None,
 ) -> RankMemory:
     """Returns the memory of a pipeline rank; is called inside ``fake_groups``.
 
@@ -131,6 +134,7 @@ def rank_memory(
         layout: its PP and VPP count, which the session's layout may lack.
         microbatches: micro-batches of one step.
         sharded: as for ``static_bytes``.
+        group: as for ``order_of``.
     """
     own = list(stages)[rank :: layout.pp]
     count = measured.parameters.held(own)
@@ -140,7 +144,7 @@ def rank_memory(
     # Each chunk holds what it received last until the next comes, and the gradient of that.
     received = 2 * measured.layer(0).output * sum(not stage.first for stage in own)
     held = measured.held + received
-    peak = activation_peak(chunks, rank, layout.pp, microbatches)
+    peak = activation_peak(chunks, rank, layout.pp, microbatches, group)
     return RankMemory(parameters, gradients, optimizer, held, peak)
 
 

@@ -34,16 +34,20 @@ class Work:
     chunk: int
 
 
-def order_of(rank: int, pp: int, vpp: int, microbatches: int) -> list[Work]:
+def order_of(rank: int, pp: int, vpp: int, microbatches: int, group: int | None = None) -> list[Work]:
     """Returns the forwards and backwards of a pipeline rank in one step, in order.
 
+    Args:
+        group: micro-batches that go through a chunk in a row, where there are several; PP by default.
+
     Raises:
-        ValueError: interleaving with micro-batches that are no multiple of PP, which Megatron refuses.
+        ValueError: interleaving with micro-batches whose last group is smaller than PP, which Megatron refuses.
     """
-    if vpp > 1 and microbatches % pp:
-        raise ValueError(f"{microbatches} micro-batches are no multiple of PP {pp}, which interleaving needs")
-    table = _table(pp, vpp, microbatches)
-    warm_up = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
+    group = group or pp
+    if vpp > 1 and 0 < microbatches % group < pp:
+        raise ValueError(f"the last of {microbatches} micro-batches in groups of {group} are fewer than PP {pp}")
+    table = _table(group, vpp, microbatches)
+    warm_up = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * group
     warm_up = min(warm_up, len(table))
     forwards = [Work(True, microbatch, chunk) for microbatch, chunk in table]
     backwards = [Work(False, microbatch, vpp - 1 - chunk) for microbatch, chunk in table]
@@ -53,15 +57,15 @@ def order_of(rank: int, pp: int, vpp: int, microbatches: int) -> list[Work]:
     return [*forwards[:warm_up], *steady, *backwards[len(table) - warm_up :]]
 
 
-def _table(pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
-    """Returns (micro-batch, chunk) of the forwards, in order: PP micro-batches go through all chunks at a time."""
+def _table(group: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
+    """Returns (micro-batch, chunk) of the forwards, in order: a group goes through all chunks at a time."""
     if vpp == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     return [
         (microbatch, chunk)
-        for first in range(0, microbatches, pp)
+        for first in range(0, microbatches, group)
         for chunk in range(vpp)
-        for microbatch in range(first, first + pp)
+        for microbatch in range(first, min(first + group, microbatches))
     ]
 
 

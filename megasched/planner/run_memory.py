@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import torch
 
+from megasched.errors import ConfigError
 from megasched.planner.measure.build_stage import Setting
 from megasched.planner.measure.probe import fake_groups
 from megasched.planner.measure.stages import measurements_of
@@ -26,9 +27,12 @@ def run_memory(
         microbatches: micro-batches of one step.
 
     Raises:
-        ConfigError: the model computes by values, and can't be measured without them.
+        ConfigError: the model computes by values, and can't be measured without them; or the optimizer's state is
+            not that of Adam in float32, shared by all ranks with the same parameters.
     """
     layout = session.plan.layout
+    group = (layout.vpp > 1 and args.microbatch_group_size_per_vp_stage) or layout.pp
+    _refuse_states(args)
     partly = args.recompute_granularity == "full" and args.recompute_method == "block"
     with fake_groups(layout):
         measured = measurements_of(session, _setting(args), args.recompute_num_layers if partly else None)
@@ -38,11 +42,24 @@ def run_memory(
                 stages,
                 layout,
                 rank,
-                microbatches=min(microbatches, FILLED * layout.pp),
+                microbatches=min(microbatches, FILLED * group),
                 sharded=args.use_distributed_optimizer,
+                group=group,
             )
             for rank in range(layout.pp)
         )
+
+
+def _refuse_states(args: Namespace) -> None:
+    """Raises ``ConfigError`` where the optimizer's state is another than `static_bytes` counts."""
+    others = {
+        f"--optimizer {args.optimizer}": args.optimizer != "adam",
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
+    }
+    if given := [flag for flag, is_so in others.items() if is_so]:
+        raise ConfigError(f"only the states of Adam in float32 are counted, and there is {', '.join(given)}")
 
 
 def _setting(args: Namespace) -> Setting:

@@ -14,15 +14,18 @@ from megasched.planner.pipeline import Chunk, in_flight, order_of, simulate
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
 def test_warm_up_and_order_are_those_of_megatron(pp, vpp, groups, data):
     rank = data.draw(st.integers(0, pp - 1))
-    microbatches = groups * pp
+    group = data.draw(st.integers(pp, 2 * pp))
+    rest = data.draw(st.sampled_from([0, *range(pp, group)]))
+    microbatches = groups * group + rest
     names = ("world_size", "rank")
     values = dict(zip(names, (pp, rank), strict=True))
     state = {f"get_pipeline_model_parallel_{name}": (lambda value=value: value) for name, value in values.items()}
     state["get_virtual_pipeline_model_parallel_world_size"] = lambda: vpp if vpp > 1 else None
     with patch.multiple(schedules.parallel_state, **state):
-        total, _, warm_up, _ = schedules.get_pp_rank_microbatches(microbatches, vpp, pp)
-    table = schedules.get_schedule_table(microbatches, vpp, pp)
-    order = order_of(rank, pp, vpp, microbatches)
+        total, _, warm_up, _ = schedules.get_pp_rank_microbatches(microbatches, vpp, group)
+    table = schedules.get_schedule_table(microbatches, vpp, group)
+    order = order_of(rank, pp, vpp, microbatches, group)
+    assert group != pp or order == order_of(rank, pp, vpp, microbatches)
     assert len(order) == 2 * total
     assert [work.forward for work in order[:warm_up]] == [True] * warm_up
     steady = order[warm_up : 2 * total - warm_up]
@@ -64,5 +67,5 @@ def test_what_is_in_flight_of_1f1b_is_the_stages_behind():
 
 
 def test_interleaving_refuses_a_remainder():
-    with pytest.raises(ValueError, match="no multiple of PP 4"):
+    with pytest.raises(ValueError, match="6 micro-batches in groups of 4 are fewer than PP 4"):
         order_of(0, 4, 2, 6)

@@ -24,6 +24,7 @@ WORDS = """--model-schedule auto --hf-random-init --tensor-model-parallel-size 2
 --tokenizer-type NullTokenizer --vocab-size 99 --make-vocab-size-divisible-by 4 --eval-iters 0 --save-interval 5
 --use-distributed-optimizer --ckpt-format torch_dist --allow-unverified"""
 FLAGS = WORDS.split()
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 # A user's own script: a flag of its own, and what it does before it trains.
 SCRIPT = """
@@ -108,6 +109,10 @@ def test_everything_that_is_wrong_is_said(flags, tmp_path):
     ("more", "said"),
     [
         (["--no-such-flag"], "--no-such-flag: there is no such flag"),
+        (
+            ["--num-virtual-stages-per-pipeline-rank", "2", GROUP, "1"],
+            f"{GROUP} 1: Megatron takes PP at least, 2",
+        ),
         (["--tensor-model-parallel-size", "3"], "64 ranks are no multiple of TP 3 x PP 2 x CP 1"),
         pytest.param(["--min-lr", "1"], "min_lr", marks=pytest.mark.slow),
     ],
@@ -146,6 +151,24 @@ def test_what_may_go_wrong_later(flags):
         [True] if find_spec("pynvml") is None else []
     )
     assert "there is no --save" in last
+
+
+def test_larger_groups_of_micro_batches_hold_more_in_flight(flags):
+    """Megatron takes 5 of them in a row, which are no multiple of PP."""
+    chunks, large = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size"], ["160", GROUP, "5"]
+    found, by_default = (check("pretrain_gpt.py", [*flags, *chunks, *more], 64) for more in (large, ["192"]))
+    assert found.problems == by_default.problems == ()
+    assert found.facts["memory"][0] > by_default.facts["memory"][0]
+
+
+def test_memory_of_another_optimizer_is_not_known(flags):
+    more = ["--optimizer", "sgd", "--num-distributed-optimizer-instances", "2"]
+    found = check("pretrain_gpt.py", [*flags, *more], 64, "h100-80gb")
+    assert found.problems == ()
+    assert found.warnings == (
+        "memory is not known: only the states of Adam in float32 are counted, and there is --optimizer sgd, "
+        "--num-distributed-optimizer-instances",
+    )
 
 
 @pytest.fixture
