@@ -96,7 +96,7 @@ class PlanReport:
         if candidate.recompute_granularity is not None:
             words = recompute_words(candidate)
             flags |= {
-                name.strip("-").replace("-", "_"): value
+                name.strip("-").replace("-", "_"): int(value) if value.isdecimal() else value
                 for name, value in zip(words[::2], words[1::2], strict=True)
             }
         return {
@@ -218,7 +218,8 @@ def run_words(report: PlanReport, candidate: Candidate) -> list[str]:
         words.append("--tp-comm-overlap")
     if job.gradient_dtype == torch.bfloat16:
         words.append("--grad-reduce-in-bf16")
-    if layout.cp * layout.data_parallel_size > 1:
+    # Ranks of TP may hold the same experts without DP.
+    if max(layout.cp * layout.data_parallel_size, layout.ep > 1 and layout.expert_data_parallel_size) > 1:
         words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     return words
 

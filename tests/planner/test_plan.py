@@ -21,9 +21,9 @@ from megasched.patches import active
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.measure import probe
 from megasched.planner.memory import ERROR, stages_of
-from megasched.planner.plan import plan, recompute_words, run_words, slurm_words
+from megasched.planner.plan import PlanReport, plan, recompute_words, run_words, slurm_words
 from megasched.planner.predict import StepFlags
-from megasched.planner.search import Job, _of_group
+from megasched.planner.search import Candidate, Job, _groups, _of_group
 from megasched.printing.shell_command import program
 from megasched.trainer.session import open_session
 from megasched.tuner.space import Space
@@ -188,6 +188,16 @@ def test_the_tuner_begins_with_what_was_planned(planned, tmp_path):
     assert first == {"tp": best.tp, "micro_batch_size": best.micro_batch_size}
 
 
+def test_the_tuner_begins_with_the_layers_that_are_recomputed(planned, tmp_path):
+    report = planned[0]
+    partly = next(one for one in report.fitting if one.recompute_num_layers is not None)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(replace(report, fitting=[partly]).to_dict()))
+    space = Space()
+    count = space.integer("recompute_num_layers", 1, 8)
+    assert space.points[read_warm_start(path, space)[0]] == {count.name: partly.recompute_num_layers}
+
+
 def run(model, path, *more):
     words = ["--hf-model", model, "--gpus", "2", "--seq-length", "256", "--global-batch-size", "8", "--gpu", path]
     with pytest.raises(SystemExit) as end:
@@ -239,6 +249,12 @@ def test_what_fits_by_less_than_the_prediction_may_be_off_is_marked(planned, cap
         assert ("may run out of memory" in printed) == tight
 
 
+def test_the_command_has_the_models_folder_as_it_is(planned, capsys):
+    report = replace(planned[1], hf_model="/models/[v2]", fitting=planned[1].fitting[:1])
+    print_plan(report, Console(width=200), 1)
+    assert "--hf-model '/models/[v2]'" in capsys.readouterr().out
+
+
 def test_ranked_are_the_fastest_of_each_kind(planned):
     report = planned[1]
     kinds = [(one.layout.tp, one.layout.pp) for one in report.ranked()]
@@ -261,6 +277,19 @@ def test_experts_are_shared_out(tmp_path):
     assert shared.fullest.optimizer == whole.fullest.optimizer
     words = run_words(report, shared)
     assert words[words.index("--expert-model-parallel-size") + 1] == "2"
+
+
+def test_the_state_of_experts_is_shared_over_tp():
+    """Of TP 4 x EP 2 two ranks have the same experts, though there is no DP: the memory counts on the flag."""
+    layout = ParallelDims(tensor_model_parallel_size=4, sequence_parallel=True, expert_model_parallel_size=2)
+    report = PlanReport(Job(None, load_hardware("h100-80gb"), 4, SEQUENCE, BATCH), "x", "auto", [], [])
+
+    def shared(layout):
+        return "--use-distributed-optimizer" in run_words(report, Candidate(layout, None, 8))
+
+    assert shared(layout)
+    assert not shared(replace(layout, expert_model_parallel_size=4))
+    assert not shared(replace(layout, expert_model_parallel_size=1))
 
 
 def test_what_asks_for_values_is_out_with_the_reason(model, tmp_path, monkeypatch):
@@ -333,9 +362,16 @@ def test_8_bits_take_another_gpu(model):
 
 def test_a_job_that_can_not_be(model):
     with pytest.raises(ConfigError, match="no layout divides"):
-        plan(model, gpus=4, gpu="h100-80gb", sequence_length=7, global_batch_size=1)
+        plan(model, gpus=16, gpu="h100-80gb", sequence_length=7, global_batch_size=1)
     with pytest.raises(ConfigError, match="give whole nodes"):
         plan(model, gpus=12, gpu="h100-80gb", sequence_length=256, global_batch_size=12)
+
+
+@pytest.mark.parametrize(("length", "cp", "sizes"), [(7, 1, [1]), (12, 1, [1, 2, 4]), (12, 2, [1, 2])])
+def test_a_sequence_is_cut_only_by_who_cuts_it(planned, length, cp, sizes):
+    """By SP among the ranks of TP, and by CP into two pieces each."""
+    job = replace(planned[1].job, gpus=8, sequence_length=length)
+    assert [group.tp for group in _groups(job, cp)] == sizes
 
 
 def test_what_the_second_rank_shows_holds_for_all(model, tmp_path):

@@ -84,6 +84,7 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
         f"{job.global_batch_size:,} sequences in a step; tensors may take "
         f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU",
         soft_wrap=True,
+        markup=False,
     )
     if report.fitting:
         console.print(_table(report, top))
@@ -97,9 +98,9 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
         console.print(Text("\nmemory of the first one, on its fullest pipeline rank", "bold"))
         console.print(_memory(best.fullest))
         console.print(Text("\nits flags", "bold"))
-        console.print(shlex.join(run_words(report, best)), soft_wrap=True)
+        console.print(shlex.join(run_words(report, best)), soft_wrap=True, markup=False)
         console.print(Text("\nby Slurm, with your data, learning rate and --save", "bold"))
-        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True)
+        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True, markup=False)
     console.print(Text(f"\n{len(report.out)} layouts are out", "bold"))
     for reason, count in report.reasons():
         console.print(f"  {count}: {reason}", soft_wrap=True, markup=False)
