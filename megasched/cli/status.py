@@ -77,7 +77,7 @@ def screen(found: RunStatus, now: datetime) -> RenderableType:
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
     if found.slurm:
-        rows.add_row("Slurm", _job(found.slurm))
+        rows.add_row("Slurm", Text(_job(found.slurm)))
     if found.iteration:
         rows.add_row("iteration", _progress(found))
         rows.add_row("loss", _losses(found))
@@ -93,7 +93,7 @@ def screen(found: RunStatus, now: datetime) -> RenderableType:
         rows.add_row("skipped", Text(f"{found.skipped} iterations, {found.nan} with a loss of NaN", style=colour))
     if found.iteration or found.restarts:
         rows.add_row("restarts", str(found.restarts))
-        rows.add_row("checkpoint", _checkpoint(found, now))
+        rows.add_row("checkpoint", Text(_checkpoint(found, now)))
     if found.seconds_left is not None and found.time:
         rows.add_row("to finish", _finish(found, now))
     if found.time:

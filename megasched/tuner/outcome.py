@@ -37,20 +37,13 @@ class Result:
 
 @dataclass
 class RunLog:
-    """Reads a run's output line by line.
-
-    Attributes:
-        samples: number of samples of each iteration, by Megatron's log.
-    """
+    """Reads a run's output line by line."""
 
     training: TrainingLog = field(default_factory=TrainingLog)
-    samples: list[int] = field(default_factory=list)
     failure: FailureLog = field(default_factory=FailureLog)
 
     def read(self, line: str) -> None:
-        if (step := self.training.read(line)) is not None:
-            self.samples.append(step.samples)
-        else:
+        if self.training.read(line) is None:
             self.failure.read(line)
 
     def judge(self, status: int) -> Result:
@@ -67,10 +60,10 @@ class RunLog:
         return Result("crash", why=failure.exception or failure.aftermath or f"exit status {status}")
 
     def _measure(self) -> Result:
-        steps = self.training.iterations
+        steps = self.training.this_start  # by --max-restarts torchrun may have started them before
         if len(steps) <= WARM_UP:
             why = f"it ended after {len(steps)} iterations, of which the first {WARM_UP} are not measured"
             return Result("crash", why=why)
-        pairs = [(step.seconds, count) for step, count in zip(steps, self.samples, strict=True)][WARM_UP:]
-        seconds = median(each for each, _ in pairs)
-        return Result("ok", median(count / each for each, count in pairs), seconds)
+        measured = steps[WARM_UP:]
+        seconds = median(step.seconds for step in measured)
+        return Result("ok", median(step.samples / step.seconds for step in measured), seconds)

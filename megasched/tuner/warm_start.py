@@ -48,8 +48,12 @@ def _place(flags: Mapping[str, Any], space: Space) -> int | None:
 
 
 def _agrees(point: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Returns whether a point has these values; a size of 1 equals a symbol without one (no interleaving)."""
-    return all(point.get(name, 1) == value for name, value in said.items())
+    """Returns whether a point has these values.
+
+    A symbol without one equals a size of 1 (no interleaving), and a flag that is not there.
+    """
+    has = {name: False if value is None else value for name, value in point.items()}
+    return all(has[name] == value if name in has else value in (1, False) for name, value in said.items())
 
 
 def _flag_name(symbol: Symbol) -> str:

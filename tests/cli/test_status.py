@@ -89,6 +89,14 @@ def test_a_run_that_failed_says_why_whole_paths_included():
     assert text.endswith(f"RuntimeError: [x]in{path}/logs/1.log")
 
 
+@pytest.mark.parametrize("name", ["[lr]", "[/x]"])
+def test_names_with_brackets_stay_as_they_are(name):
+    job, saved = replace(JOB, name=f"llama{name}"), Checkpoint(20, NOW, f"/ck/{name}/x")
+    text = "\n".join(screen(replace(RUN, slurm=job, saved=saved, saving=saved)))
+    assert f"job 1 llama{name}: RUNNING" in text
+    assert f"in /ck/{name}/x" in text
+
+
 def test_it_hangs_is_a_guess():
     found = screen(replace(RUN, state="hung", why="no new line for 12 min"))
     assert found[:2] == ["hung?  runs/llama", "no new line for 12 min"]

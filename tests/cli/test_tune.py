@@ -171,5 +171,8 @@ def test_the_winner_is_a_command(space):
     assert "3 trials of 40 points (1 ok, 2 oom); 10 more ruled out" in text
     assert "best: trial 0, pp=2, vp=2, sp=yes  99 samples/s, 125.0 ms an iteration\n" in text
     assert "\ntorchrun 'a b' --x\nplot: p.png\n" in text
+    named = Trial(0, {"pp": "[a|b]"}, Result("ok", 99.0, 0.125))
+    assert "best: trial 0, pp=[a|b]  99" in printed(lambda c: print_winner(Tuning(4, [named]), ["x"], [], c))
+    assert "[a|b]" in printed(lambda c: c.print(table(space, Tuning(4, [named]), 4, now={"pp": "[c]"})))
     nothing = printed(lambda c: print_winner(Tuning(40, trials(3)[1:]), [], [], c))
     assert "no trial has run to its end" in nothing

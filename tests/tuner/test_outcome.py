@@ -20,6 +20,16 @@ def test_the_score_is_samples_per_second_of_the_median_iteration_after_warm_up()
     assert found.score == pytest.approx(32 / 0.2)
 
 
+def test_of_a_run_that_was_started_again_the_last_start_counts():
+    """torchrun --max-restarts starts all ranks again, and their iterations begin anew."""
+    first = [line(i, 900, 32) for i in range(1, 6)]
+    found = judged(0, *first, *(line(i, 200, 32) for i in range(1, 9)))
+    assert found.outcome == "ok"
+    assert (found.seconds, found.score) == (pytest.approx(0.2), pytest.approx(32 / 0.2))
+    again = judged(0, *first, *(line(i, 200, 32) for i in range(1, WARM_UP + 1)))
+    assert "ended after 3 iterations" in again.why
+
+
 def test_a_run_that_ends_in_its_warm_up_has_no_score():
     found = judged(0, *(line(i, 100, 32) for i in range(1, WARM_UP + 1)))
     assert (found.outcome, found.score) == ("crash", None)

@@ -42,6 +42,16 @@ def test_one_chunk_a_rank_is_no_interleaving(space, tmp_path):
     assert places(space, tmp_path, flags)[0] == {"tp": 1, "pp": 1, "micro_batch_size": 1}
 
 
+@pytest.mark.parametrize("absent", [False, None])
+def test_a_flag_that_is_not_there(tmp_path, absent):
+    """A plan says so of sequence parallelism at TP 1, where a space need not have a value."""
+    space = Space()
+    tp = space.choice("tp", [2, 1])
+    space.choice("sp", [True, absent], when=tp > 1)
+    said = [{"tensor_model_parallel_size": tp, "sequence_parallel": False} for tp in (1, 2)]
+    assert places(space, tmp_path, *said) == [{"tp": 1}, {"tp": 2, "sp": absent}]
+
+
 def test_files_without_a_usable_layout_are_refused(space, tmp_path):
     with pytest.raises(ConfigError, match=r"no layout of it is a point.*\"tp\": 16.*tensor_model_parallel_size"):
         places(space, tmp_path, {"tp": 16})

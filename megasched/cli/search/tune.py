@@ -186,7 +186,7 @@ def _row(space: Space, trial: Trial) -> list[str]:
 
 
 def _values(space: Space, point: dict[str, Any]) -> list[str]:
-    return [readable(point[name]) if name in point else "" for name in space.symbols]
+    return [escape(readable(point[name])) if name in point else "" for name in space.symbols]
 
 
 def readable(value: Any) -> str:
@@ -211,7 +211,8 @@ def print_winner(tuning: Tuning, command: Sequence[str], plots: Sequence[str], c
         console.print("[red]no trial has run to its end[/]; what each said is in its log")
         return
     assert best.result.seconds is not None
-    console.print(f"best: trial {best.number}, {_line(best)}, {1000 * best.result.seconds:.1f} ms an iteration")
+    each = f"{1000 * best.result.seconds:.1f} ms an iteration"
+    console.print(f"best: trial {best.number}, {_line(best)}, {each}", markup=False)
     console.print(shlex.join(command), markup=False, soft_wrap=True)
     for plot in plots:
         console.print(f"plot: {plot}", markup=False, soft_wrap=True)
