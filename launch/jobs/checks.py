@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -67,10 +67,12 @@ def check(
     world_size: int,
     gpu: str | None = None,
     waived: Collection[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Checked:
     """Begins the run in a separate process, as rank 0 of ``world_size``, and checks what the run needs.
 
     Args:
+        environment: further variables of the ranks.
         waived: names of ``CHECKS`` whose problems are warnings.
         gpu: a type or TOML file as ``megasched plan --gpu`` takes it; without one memory is reported, not judged.
 
@@ -78,7 +80,7 @@ def check(
         ConfigError: there is no such GPU, or the process did not end or gave no result.
     """
     hardware: Hardware | None = load_hardware(gpu) if gpu is not None else None
-    facts = _run(script, flags, world_size)
+    facts = _run(script, flags, world_size, environment or {})
     found, warnings = {"run": list(facts.pop("problems"))}, list(facts.pop("warnings"))
     if "memory" in facts and hardware is not None:
         most, limit = max(facts["memory"]), hardware.usable_bytes
@@ -147,14 +149,16 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
     Raises:
         ConfigError: the job has problems; the message lists all of them.
     """
-    checked = check(job.script, job.flags, job.world_size, gpu, waived) if check_run else None
+    checked = None
+    if check_run:
+        checked = check(job.script, job.flags, job.world_size, gpu, waived, job.environment)
     problems = [*(checked.problems if checked else ()), *(ask() if ask and "cluster" not in waived else ())]
     if problems:
         raise ConfigError(failure_message(problems, intent))
     return Prepared(job, text, checked)
 
 
-def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
+def _run(script: str, flags: Sequence[str], world_size: int, environment: Mapping[str, str]) -> dict[str, Any]:
     """Runs ``check_process``, and returns what it found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -163,7 +167,7 @@ def _run(script: str, flags: Sequence[str], world_size: int) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 command,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+                env={**os.environ, **environment, "OMP_NUM_THREADS": "1", **own},
                 capture_output=True,
                 text=True,
                 errors="replace",

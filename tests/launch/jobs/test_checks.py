@@ -28,6 +28,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 # A user's own script: a flag of its own, and what it does before it trains.
 SCRIPT = """
+import os
 from megatron.training import pretrain
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -39,6 +40,7 @@ def flags(parser):
 args = parse_and_validate_args(extra_args_provider=flags, args_defaults={"tokenizer_type": "NullTokenizer"})
 print("own script, mine is", args.mine)
 if args.mine != "nothing":
+    print("with", os.environ["MINE"])
     pretrain(pretrain_cfg_container_from_args(args, gpt_config_from_args(args)), None, None, None)
 """
 
@@ -49,7 +51,7 @@ def flags(tmp_path):
 
 
 def test_a_job_that_can_run_where_its_gpus_are_large_enough(flags, tmp_path, monkeypatch):
-    run = checks._run("pretrain_gpt.py", flags, 64)
+    run = checks._run("pretrain_gpt.py", flags, 64, {})
     monkeypatch.setattr(checks, "_run", lambda *given: copy.deepcopy(run))
     found = check("pretrain_gpt.py", flags, 64, "h100-80gb")
     assert (found.problems, found.warnings) == ((), ())
@@ -179,7 +181,10 @@ def script(tmp_path):
 
 
 def test_a_script_of_the_users_own(flags, script):
-    assert check(script, [*flags, "--mine", "x"], 64).facts["layout"] == "TP2 x PP2 x DP16"
+    """It is begun with the variables of its ranks."""
+    assert check(script, [*flags, "--mine", "x"], 64).problems[0].startswith("KeyError: 'MINE'")
+    found = check(script, [*flags, "--mine", "x"], 64, environment={"MINE": "1"})
+    assert found.facts["layout"] == "TP2 x PP2 x DP16"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,7 @@ def begun(monkeypatch, tmp_path):
     """A run that was begun: it needs more memory than there is, and its checkpoints more disk."""
     facts = {"memory": [2**60], "save": str(tmp_path), "checkpoint_bytes": 2**60}
     found = {"problems": ["it stumbled"], "warnings": [], **facts}
-    monkeypatch.setattr(checks, "_run", lambda script, flags, world_size: copy.deepcopy(found))
+    monkeypatch.setattr(checks, "_run", lambda *given: copy.deepcopy(found))
 
 
 def test_a_check_that_is_waived_by_its_name_only_warns(begun):
