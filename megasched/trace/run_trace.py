@@ -51,10 +51,13 @@ class RunTrace:
         self.recorder: Recorder | None = None
         self.barriers: list[float] = []
         self.done = False
-        if not args.iteration < self.stop or (args.train_iters and self.start >= args.train_iters):
+        exits = args.exit_interval and (args.iteration // args.exit_interval + 1) * args.exit_interval
+        # The run's last iteration; 0 where nobody knows it.
+        self.last = min(filter(None, (args.train_iters, exits)), default=0)
+        if not args.iteration < self.stop or (self.last and self.start >= self.last):
             _say(
                 f"{FLAG}: nothing will be recorded: this run makes the iterations {args.iteration + 1} to "
-                f"{args.train_iters}, and --profile-step-start {self.start} --profile-step-end {self.stop} names "
+                f"{self.last}, and --profile-step-start {self.start} --profile-step-end {self.stop} names "
                 f"{self.start + 1} to {self.stop}"
             )
             self.done = True
@@ -74,7 +77,7 @@ class RunTrace:
         self.recorder.iteration = iteration + 1
         with listening(self.recorder, given["optimizer"], given["config"]):
             result = train_step()
-        if iteration + 1 == self.stop or iteration + 1 == self.args.train_iters:
+        if iteration + 1 in (self.stop, self.last):
             self.done = True
             self._finish()
         return result

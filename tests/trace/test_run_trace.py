@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 from collections import Counter
 from itertools import pairwise
@@ -9,7 +11,9 @@ from itertools import pairwise
 import pytest
 
 from megasched.planner.pipeline import Work, order_of
+from megasched.trace import run_trace
 from megasched.trace.chrome_trace import RankCoordinates, read_trace
+from megasched.trace.run_trace import RunTrace
 from megasched.verify.trainer_run import losses, train
 from tests import tiny
 
@@ -183,6 +187,26 @@ def _train_and_listen(folder, flags):
     with contextlib.redirect_stderr(said):
         train(folder, flags, iterations=2)
     return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("begun", "exit_interval", "last"), [(0, None, 100), (0, 4, 4), (0, 12, 12), (6, 6, 12), (0, 200, 100)]
+)
+def test_a_run_that_ends_amid_what_is_recorded_writes_it(monkeypatch, begun, exit_interval, last):
+    """At an iteration that --exit-interval divides, after the one from which it goes on."""
+    said, written = [], []
+    monkeypatch.setattr(run_trace, "_say", said.append)
+    monkeypatch.setattr(run_trace, "listening", lambda *given: contextlib.nullcontext())
+    monkeypatch.setattr(RunTrace, "_begin", lambda trace: setattr(trace, "recorder", argparse.Namespace()))
+    monkeypatch.setattr(RunTrace, "_finish", lambda trace: written.append(trace.recorder.iteration))
+    steps = {"profile_step_start": 10, "profile_step_end": 14, "train_iters": 100}
+    trace = RunTrace(
+        argparse.Namespace(megasched_trace="x", **steps, exit_interval=exit_interval, iteration=begun)
+    )
+    for iteration in range(begun, last):
+        trace.step(lambda: None, {"iteration": iteration, "optimizer": None, "config": None})
+    assert written == ([min(last, 14)] if last > 10 else [])
+    assert ["makes the iterations 1 to 4, and" in one for one in said] == [True] * (last == 4)
 
 
 def test_a_run_that_ends_before_says_so(ranks, folder, tmp_path):
