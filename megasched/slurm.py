@@ -5,6 +5,7 @@ No other module calls them or sorts states.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -62,7 +63,13 @@ def call(words: Sequence[str], *, seconds: float = SECONDS_TO_ANSWER, remedy: st
     """
     try:
         found = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
+            words,
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},  # which people set to what they like to read
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=seconds,
         )
     except OSError as error:
         more = f"; {remedy}" if remedy else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import batched
@@ -17,7 +17,7 @@ from megasched.launch.slurm.client import JOB_ID, PART_OF_A_JOB, SlurmJob, ask_s
 from megasched.launch.status.growing_log import GrowingLog
 from megasched.launch.status.run_state import ENDED, State, find_failure, judge
 from megasched.launch.status.training_log import Checkpoint, Iteration, RankTimes, TrainingLog, merge
-from megasched.slurm import FAILED, RUNNING, WAITING
+from megasched.slurm import FAILED, RUNNING, WAITING, NoAnswerError
 
 # Speed is a mean over so many lines.
 RECENT_LINES = 20
@@ -146,7 +146,7 @@ class RunReader:
                 self._logs.setdefault(path, GrowingLog(path)).refresh()
         except OSError as error:
             raise ConfigError(f"{error.filename}: it can't be read: {error.strerror}") from error
-        job = job or _quietly(self.job_id or logs.attempts[-1].name)
+        job = job or _quietly(self.job_id) or _job_of(self.path, logs)
         if job is None and not RunFolder(self.path).attempts():
             _refuse_foreign(logs, self._logs)
         return summarize(logs, self._logs, job, now or datetime.now())
@@ -180,14 +180,30 @@ def _queued(path: Path) -> SlurmJob | None:
     return _quietly(str(jobs[0])) if jobs else None
 
 
+def _job_of(path: Path, logs: RunLogs) -> SlurmJob | None:
+    """Returns the job of the newest logs, or one that is to go on with the run where that has ended."""
+    writer, ended = logs.attempts[-1].name, None
+    for job in _jobs([writer, *map(str, RunFolder(path).described().get("jobs") or [])]):
+        if job.state in WAITING | RUNNING:
+            return job
+        if job.job_id == writer:
+            ended = job
+    return ended
+
+
 def _quietly(job_id: str) -> SlurmJob | None:
     """Returns what Slurm knows of a job; None where it can't be asked, or where the name is none of its jobs."""
-    if not JOB_ID.fullmatch(job_id):
-        return None
-    try:
-        return ask_slurm(job_id)
-    except ConfigError:
-        return None
+    return next(_jobs([job_id]), None)
+
+
+def _jobs(names: Iterable[str]) -> Iterator[SlurmJob]:
+    """Yields the jobs of Slurm's among these names, each once, as long as it answers."""
+    for name in filter(JOB_ID.fullmatch, dict.fromkeys(names)):
+        try:
+            yield ask_slurm(name)
+        except ConfigError as error:
+            if isinstance(error.__cause__, NoAnswerError):  # each more would take as long
+                return
 
 
 def _state_without_logs(job: SlurmJob) -> tuple[State, str]:

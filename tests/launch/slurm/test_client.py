@@ -117,6 +117,16 @@ def test_scontrol_is_asked(scontrol):
     assert (folder / "words").read_text() == "show job 1\n"
 
 
+def test_times_come_as_they_are_read_whatever_the_user_likes(scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    folder = scontrol(RUNNING)
+    usual, liked = "StartTime=2026-11-22T15:10:40", "StartTime=15:10"
+    as_liked = f'[ "$SLURM_TIME_FORMAT" = standard ] || sed -i "s/{usual}/{liked}/" {folder}/out'
+    program = folder / "scontrol"
+    program.write_text(program.read_text().replace("cat out", f"{as_liked}\ncat out"))
+    assert ask_slurm("1").start == datetime(2026, 11, 22, 15, 10, 40)
+
+
 def test_a_job_that_slurm_has_forgotten(scontrol):
     scontrol(err="slurm_load_jobs error: Invalid job id specified\n", status=1)
     with pytest.raises(ConfigError, match=r"^job 9: Slurm does not know it .*pass the run's folder$"):

@@ -6,8 +6,10 @@ import pytest
 
 from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder
+from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status import run_status
 from megasched.launch.status.run_status import RunReader
+from megasched.slurm import NoAnswerError
 from tests.launch.status.runs import FIRST, LAST_LINE, look, slurm_says
 
 
@@ -75,6 +77,45 @@ def test_the_folder_of_a_job_that_waits_leads_to_the_job(tmp_path, monkeypatch):
     job = slurm_says(monkeypatch, state="PENDING")
     found = RunReader(str(tmp_path)).look()
     assert (found.state, found.path, found.slurm) == ("waiting", str(tmp_path), job)
+
+
+@pytest.mark.parametrize(("second", "state"), [("PENDING", "waiting"), ("RUNNING", "starting")])
+def test_a_folder_that_was_submitted_again_leads_to_the_new_job(run, halfway, monkeypatch, second, state):
+    """Its logs are of a job that has failed; --watch must not end by that."""
+    run.folder.describe({"jobs": ["2", "3"]})
+    start = halfway + timedelta(minutes=1)
+    jobs = {
+        "1": SlurmJob("1", "llama", "FAILED"),
+        "2": SlurmJob("2", "llama", "CANCELLED"),
+        "3": SlurmJob("3", "llama", second, start=start),
+    }
+    monkeypatch.setattr(run_status, "ask_slurm", jobs.get)
+    found = look(run, start)
+    assert (found.state, found.slurm, found.iteration, found.ended) == (state, jobs["3"], 28, False)
+    jobs["3"] = SlurmJob("3", "llama", "COMPLETED")
+    found = look(run, start)
+    assert (found.state, found.slurm, found.ended) == ("failed", jobs["1"], True)
+
+
+def test_a_slurm_that_does_not_answer_is_asked_once(run, halfway, monkeypatch):
+    run.folder.describe({"jobs": ["1", "2", "3"]})
+    asked = []
+
+    def ask(job_id):
+        asked.append(job_id)
+        raise ConfigError("no answer") from NoAnswerError("after 20 s")
+
+    monkeypatch.setattr(run_status, "ask_slurm", ask)
+    assert look(run, halfway + timedelta(seconds=10)).slurm is None
+    assert asked == ["1"]
+
+
+def test_the_first_of_a_chain_that_trains_comes_before_those_that_wait(run, halfway, monkeypatch):
+    run.folder.describe({"jobs": ["1", "2"]})
+    jobs = {"1": SlurmJob("1", "llama", "RUNNING"), "2": SlurmJob("2", "llama", "PENDING")}
+    monkeypatch.setattr(run_status, "ask_slurm", jobs.get)
+    found = look(run, halfway + timedelta(seconds=10))
+    assert (found.state, found.slurm) == ("training", jobs["1"])
 
 
 def test_a_path_comes_before_a_job(tmp_path, monkeypatch):
