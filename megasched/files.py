@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -22,14 +23,14 @@ def write_whole(path: Path, pieces: Iterable[str]) -> None:
     Raises:
         OSError: it can't be written; nothing is left behind then.
     """
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    beside = path.with_name(f".{path.name}{secrets.token_hex(4)}")
+    file = beside.open("x", encoding="utf-8")  # to be read by whom the umask lets read
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with file:
             file.writelines(pieces)
-        os.chmod(beside, 0o644)
         os.replace(beside, path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 

@@ -136,7 +136,8 @@ def write_script(path: Path, text: str, job: DataclassInstance, facts: Mapping[s
         kept = (path.with_name(f"{path.name}.{number}") for number in count(1))
         path.rename(next(name for name in kept if not os.path.lexists(name)))
     write_whole(path, [text])
-    path.chmod(0o755)
+    mode = path.stat().st_mode
+    path.chmod(mode | (mode & 0o444) >> 2)  # run by whom the umask lets read
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(job).items()}
     written = datetime.now(UTC).isoformat(timespec="seconds")
     RunFolder(path.parent).describe({"written": written, "job": plain, "facts": dict(facts), "jobs": []})

@@ -89,6 +89,18 @@ def test_an_edited_script_is_kept(sbatch, job):
     assert "--nodes=8" in script.with_name("job.sbatch.2").read_text()
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o700), (0o022, 0o755), (0o027, 0o750)])
+def test_nobody_reads_a_script_who_reads_no_other_file(sbatch, job, mask, mode):
+    """It has the variables of --env, keys to services among them."""
+    before = os.umask(mask)
+    try:
+        script = write(prepare(job, check_run=False))
+    finally:
+        os.umask(before)
+    assert script.stat().st_mode & 0o777 == mode
+    assert script.with_name("job.json").stat().st_mode & 0o777 == mode & 0o666
+
+
 def test_what_slurm_refuses_is_not_written(sbatch, job, monkeypatch):
     monkeypatch.setenv("TEST_ONLY", "1")
     with pytest.raises(ConfigError, match=r"was not submitted:\n  - Slurm: Job 9 to start at soon"):
