@@ -133,12 +133,16 @@ class StageModule(nn.Module):
     def sum_shared_gradients(self) -> None:
         """Sums the gradients of parameters that the first and the last stage hold, such as tied embeddings.
 
-        Each rank calls it after the backward passes of a step, where any stage shares parameters.
+        Each rank calls it after the backward passes of a step, where any stage shares parameters. Frozen ones have
+        no gradient.
         """
         from megatron.core import parallel_state
 
         for name in self.shared:
-            gradient = self.get_parameter(name).grad
+            parameter = self.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            gradient = parameter.grad
             assert gradient is not None, f"{name} has no gradient: no backward pass has run"
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             torch.distributed.all_reduce(local, group=parallel_state.get_embedding_group())
@@ -173,6 +177,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     structure = plan.structure
     assert structure is not None
     _refuse_other_ties(plan, stages)
+    _refuse_other_ranks(model, plan, stages, index)
     found = StageModule(model, plan, stages, index)
     dtype = next(model.parameters()).dtype
     stage, between = found.stage, found.buffers_between
@@ -235,6 +240,29 @@ def _refuse_other_ties(plan: Plan, stages: Sequence[Stage]) -> None:
         if len(at) > 1 and at != ends:
             what = f"stages {sorted(at)} hold it, and gradients are summed over the first and the last stage alone"
             raise ScheduleError(Problem(what, canonical, remedy="train it without pipeline stages"))
+
+
+def _refuse_other_ranks(model: nn.Module, plan: Plan, stages: Sequence[Stage], index: int) -> None:
+    """Raises ScheduleError where a stage with trained ties is on another rank than those that sum their gradients.
+
+    Schedules that go through the ranks and back (torch's ``ScheduleZBVZeroBubble``) have the first and the last
+    stage on one rank: that would wait for others, or sum nothing.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    size, last = parallel_state.get_pipeline_model_parallel_world_size(), len(stages) - 1
+    ties = [name for name in shared_parameters(plan, stages) if model.get_parameter(name).requires_grad]
+    if not ties or (size > 1 and {0: 0, last: size - 1}.get(index, rank) == rank):
+        return
+    what = (
+        f"stages 0 and {last} hold it, and its gradients are summed over the first and the last of the pipeline's "
+    )
+    what += f"ranks; here stage {index} is on rank {rank} of {size}"
+    remedy = (
+        "stage i on rank i % ranks (Schedule1F1B, ScheduleInterleaved1F1B), or untie them (tie_word_embeddings)"
+    )
+    raise ScheduleError(Problem(what, ties[0], remedy=remedy))
 
 
 def _leave_at_the_next(model: nn.Module, structure: LayerStack, stage: Stage) -> None:

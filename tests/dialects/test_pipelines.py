@@ -173,14 +173,51 @@ def _refused() -> list[str]:
     stage = megasched.build_stage(megasched.create_schedule(tiny_model("llama"), name="auto"), 0, 2)
     with pytest.raises(ValueError, match="first stage") as given:
         stage(batches()[0], torch.ones(1))
-    return [*words, str(given.value)]
+    rank = torch.distributed.get_rank()
+    sch = megasched.create_schedule(tiny_model("qwen3", num_hidden_layers=4), name="auto")
+    with pytest.raises(megasched.ScheduleError) as elsewhere:
+        megasched.build_stage(sch, 0 if rank else 3, 4)
+    return [*words, str(given.value), str(elsewhere.value)]
 
 
 def test_what_a_stage_would_drop_is_refused(ranks: Any) -> None:
-    for router, mask in ranks.run(2, _refused):
+    for rank, (router, mask, tie) in enumerate(ranks.run(2, _refused)):
         assert "its loss takes more than the logits" in router
         assert "config.output_router_logits = False" in router
         assert "takes token ids [b, s] alone, and was given 2 tensors" in mask
+        assert "stages 0 and 3 hold it, and its gradients are summed over" in tie
+        assert f"here stage {0 if rank else 3} is on rank {rank} of 2" in tie
+
+
+def _frozen_ties() -> dict[str, float]:
+    from megatron.core import parallel_state
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    init_megatron(pp=2)
+    model, whole_model = model_of("qwen3"), model_of("qwen3")
+    for each in (model, whole_model):
+        each.get_input_embeddings().weight.requires_grad_(False)
+    ids, group = batches()[0], parallel_state.get_pipeline_model_parallel_group()
+    whole_model(input_ids=ids, labels=ids).loss.backward()
+    wanted = dict(whole_model.named_parameters())
+    stage = megasched.build_stage(megasched.create_schedule(model, name="auto"))
+    sent = PipelineStage(stage, group.rank(), 2, torch.device("cpu"), group=group)
+    run = ScheduleGPipe(sent, n_microbatches=2, loss_fn=stage.loss)
+    run.step(*([] if group.rank() else [ids]), **({"target": ids} if group.rank() else {}))
+    stage.sum_shared_gradients()
+    found = dict(stage.definition.named_parameters())
+    return {
+        name: float((wanted[name].grad - one.grad).abs().max() / wanted[name].grad.abs().max())
+        for name, one in found.items()
+        if one.requires_grad
+    }
+
+
+def test_frozen_ties_have_no_gradients_to_sum(ranks: Any) -> None:
+    """As with adapters, which freeze all weights around them."""
+    for found in ranks.run(2, _frozen_ties):
+        assert found
+        assert max(found.values()) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", slow("gpt2")])  # both with tied embeddings
