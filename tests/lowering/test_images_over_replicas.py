@@ -135,5 +135,25 @@ def _uneven():
     return found
 
 
+def _without_samples():
+    init_megatron(tp=1)
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(3))
+    model = torch.nn.BatchNorm1d(6)
+    built, _, _ = scheduled_copy(model, lambda sch: sch.sync_batch_norm())
+    want, got = model(x), built(x if torch.distributed.get_rank() == 0 else x[:0])
+    for output in (want, got):
+        output.square().sum().backward()
+    average([built.weight.grad], torch.distributed.group.WORLD)
+    gradient = distance(REPLICAS * built.weight.grad, model.weight.grad)
+    statistics = max(
+        distance(a.double(), b.double(), 1e-2) for a, b in zip(built.buffers(), model.buffers(), strict=True)
+    )
+    return len(got), max(gradient, statistics) < 1e-5
+
+
+def test_a_rank_may_have_no_samples(ranks):
+    assert ranks.run(2, _without_samples) == [(4, True), (0, True)]
+
+
 def test_ranks_may_have_different_numbers_of_samples(ranks):
     assert ranks.run(2, _uneven) == [[(True, True), (False, False)]] * 2

@@ -79,6 +79,8 @@ def _by_hand():
         each(logits, ids.where(ids != ids[0, 0], VOCABULARY))
     with pytest.raises(ValueError, match="50 columns on each of 2 ranks, and vocab_size is 300"):
         ParallelCrossEntropy(300)(logits, ids)
+    with pytest.raises(ValueError, match="reduction='average': it is one of mean, sum, none"):
+        ParallelCrossEntropy(VOCABULARY, reduction="average")
     return torch.equal(logits, kept), too_far(gaps)
 
 

@@ -19,7 +19,7 @@ from megasched.layers.wrap import Forward, takes_any_name, wrap_forward
 def share_statistics(module: nn.Module, group: Any) -> None:
     """Makes a batch norm, in training, use the statistics over all ranks of a group; a second call has no effect.
 
-    Ranks may have different numbers of samples. In evaluation it does what it did before.
+    Ranks may have different numbers of samples, or none. In evaluation it does what it did before.
     """
     if getattr(module, "megasched_shares_statistics", False) or group.size() == 1:
         return
@@ -48,7 +48,7 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
     Each rank's squares are about its own mean: a difference of large sums would lose digits.
     """
-    own = x.mean(_beside_channels(x))
+    own = x.mean(_beside_channels(x)) if x.numel() else x.new_zeros(x.shape[1])  # of no samples it is NaN
     squares = (x - _spread(own, x)).square().sum(_beside_channels(x))
     told = torch.cat([own, squares, own.new_tensor([x.numel() // x.shape[1]])])
     every = told.new_empty(group.size(), told.numel())

@@ -95,7 +95,7 @@ def _row(module: nn.Module, group: Any, scatter: bool, overwritten: bool, forwar
             module._parameters["bias"] = bias
         output = reduce_from_tensor_model_parallel_region(output, group=group)
         if bias is not None:
-            return output + bias.view(-1, *[1] * places)
+            return (output + bias.view(-1, *[1] * places)).to(output.dtype)  # autocast has not cast the bias
         return output.clone() if overwritten else output  # autograd forbids to change a custom function's view
 
     return partial(opaque.call, "row", row)  # as above

@@ -13,6 +13,8 @@ from megasched.layers.embedding import refuse_ids
 
 type Group = torch.distributed.ProcessGroup
 
+_REDUCTIONS = ("mean", "sum", "none")  # of torch's own
+
 
 def loss_of_each_label(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, group: Group) -> torch.Tensor:
     """Returns the loss of each label, [...] float32, contiguous.
@@ -51,6 +53,8 @@ class ParallelCrossEntropy(nn.Module):
         self, vocab_size: int, ignore_index: int = -100, reduction: str = "mean", group: Group | None = None
     ) -> None:
         super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r}: it is one of {', '.join(_REDUCTIONS)}")
         self.vocab_size, self.ignore_index, self.reduction, self.group = vocab_size, ignore_index, reduction, group
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
