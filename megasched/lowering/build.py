@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ from megasched.lowering.call_checks import (
     note_lowered,
     refuse_built,
     refuse_copies,
+    refuse_second_derivatives,
     refuse_unnamed,
     refuse_unplanned_outputs,
 )
@@ -59,6 +61,8 @@ from megasched.weights.random_init import Initialiser, RandomInit
 from megasched.weights.rank_shard import mark_shards
 from megasched.weights.source import Shards, WeightSource, materialize
 
+# Trials compare gradients, also where a model is built within ``torch.no_grad`` or ``torch.inference_mode``.
+_WITH_GRADIENTS = partial(torch.inference_mode, False)
 # Built model -> the plan that it was built by, how its parameters lie, and the path of the definition in it.
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
@@ -186,9 +190,10 @@ def create_schedule(
         layout = replace(layout, sequence_parallel=True)
     if parallel_output:
         layout = replace(layout, parallel_output=True)
-    sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
-    if name is not None:
-        call_schedule(sch, find_schedule(name))
+    with _WITH_GRADIENTS():
+        sch = tree.create_schedule(model, layout, roles if roles is not None else _known_roles(model, layout))
+        if name is not None:
+            call_schedule(sch, find_schedule(name))
     return sch
 
 
@@ -289,7 +294,7 @@ def plan_model(
     if inputs is None and (inputs := example_inputs(model)) is not None and "input_ids" in inputs:
         length = usual_length(model)
     runs = AnalysisCache(length)
-    with one_sequence_rows(schedule.layout), ExitStack() as undo:
+    with one_sequence_rows(schedule.layout), _WITH_GRADIENTS(), ExitStack() as undo:
         if inputs is not None and not asks_for(model, {}, "output_attentions"):  # which a run's attention has not
             undo.callback(enable(model, inputs))
         names = prepare(schedule, model, inputs=inputs, undo=undo).replaced
@@ -357,7 +362,8 @@ def lower_model(
         context_parallel=cp_ranks(plan.layout),
     )
     note_lowered(model)
-    lower(schedule, model, context, here)
+    with _WITH_GRADIENTS():
+        lower(schedule, model, context, here)
     schedule.built = True
     note_lowered(made)
     path = next(path for path, module in made.named_modules() if module is model)
@@ -374,6 +380,7 @@ def lower_model(
         made.register_forward_pre_hook(ReplicaCheck(experts))
     if plan.layout.parallel_output and plan.layout.tp > 1:
         model.loss_function = ParallelLossFunction(context.group)
+    refuse_second_derivatives(made, plan.layout)
     refuse_copies(made)
     refuse_unplanned_outputs(model, plan.layout)
     if plan.records_where(lambda primitive: primitive.runs_code_again):

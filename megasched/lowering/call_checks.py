@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megasched.analysis.recording.meta_call import tensors_in
 from megasched.definition.attention_interface import NAMES
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
@@ -144,6 +146,29 @@ def _refused(memo: Any) -> Any:
         "compute with the parameters of the first. Copy it before create_schedule and build both; for averages of "
         "weights copy the parameters"
     )
+
+
+def refuse_second_derivatives(model: nn.Module, layout: ParallelDims) -> None:
+    """Has backward passes through a model that was just built refuse ``create_graph=True``.
+
+    They sum in place over the ranks that share the model, which a backward through them would not know of.
+    """
+
+    def watch(model: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(_refuse_graph)
+
+    if max(layout.tp, layout.cp, layout.ep) > 1:
+        model.register_forward_hook(watch)
+
+
+def _refuse_graph(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "create_graph=True: gradients of gradients would be wrong, as sums over TP, CP or EP ranks in a "
+            "backward pass have no gradient of their own. Take them of a model that is not cut"
+        )
 
 
 def refuse_unplanned_outputs(model: nn.Module, layout: ParallelDims) -> None:

@@ -64,6 +64,7 @@ def test_their_values_that_mean_no_are_taken(tmp_path):
             config[first] = no
     (tmp_path / "ds.json").write_text(json.dumps(config))
     assert read_config(tmp_path / "ds.json") == read_config(config) == config
+    read_config({"tensor_parallel": {"autotp_size": 0}, "compression_training": {}})
     assert value_at(config, "zero_optimization.stage") == 2
     assert value_at(config, "zero_optimization.none.at.all") is None
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import Steps, by_hand, causal, gaps, one_process
+from tests.dialects.steps import Steps, adamw, by_hand, causal, gaps, one_process
 from tests.dialects.test_zero import BOUNDS, FAMILIES
 from tests.lowering.models import tiny_model
 from tests.lowering.test_build import auto
@@ -116,6 +116,33 @@ def test_context_parallel_ranks_are_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _on_parts_of_a_sequence_each):
         far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
         assert far == {}
+
+
+def _float16_scales() -> list[tuple[float, bool]]:
+    """The scale after each of two steps, and whether the ranks have the same norm; one finds inf in the first."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    init_megatron(tp=2)
+    model = megasched.apply_schedule(tiny_model("llama"), "auto")
+    optimizer, scaler, found = adamw(model.parameters()), ShardedGradScaler("cpu", init_scale=2.0), []
+    norm = model.model.norm.weight
+    for batch in causal()[:2]:
+        scaler.scale(model(**batch).loss).backward()
+        if not found and torch.distributed.get_rank() == 0:
+            model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        megasched.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        of_first = norm.detach().clone()
+        torch.distributed.broadcast(of_first, 0)
+        found.append((scaler.get_scale(), torch.equal(of_first, norm)))
+    return found
+
+
+def test_ranks_leave_out_a_step_of_float16_together(ranks: Any) -> None:
+    assert ranks.run(2, _float16_scales) == [[(1.0, True), (1.0, True)]] * 2
 
 
 def _experts_over_ep() -> tuple[dict[str, dict[str, float]], list[str]]:

@@ -322,6 +322,34 @@ def test_apply_schedule(ranks):
     assert ranks.run(2, _library_door) == [(True, True, 3, "Qwen2ForCausalLM")] * 2
 
 
+def _penalty(model, x):
+    """The gradient of the square of a gradient."""
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+
+def _second_derivatives():
+    model, x = Mlp(), torch.randn(2, 3, 8, requires_grad=True)
+    wanted, distributed = _penalty(model, x), torch.distributed.is_initialized()
+    if distributed:
+        init_megatron(tp=2)
+    sch = megasched.create_schedule(model)
+    sch["up"].shard("weight", axis=0)
+    sch["down"].shard("weight", axis=1)
+    built = megasched.build(sch, inputs={"x": x})
+    if distributed:
+        with pytest.raises(ConfigError, match="create_graph=True: gradients of gradients would be wrong"):
+            _penalty(built, x)
+        built(x).sum().backward()
+    else:
+        assert distance(_penalty(built, x), wanted) < 1e-5
+
+
+def test_gradients_of_gradients_are_refused_where_ranks_sum_them(ranks):
+    _second_derivatives()
+    ranks.run(2, _second_derivatives)
+
+
 def _attentions():
     init_megatron(tp=2)
     model, ids = tiny_model("llama", output_attentions=True, attn_implementation="eager"), token_ids()

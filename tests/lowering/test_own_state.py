@@ -216,3 +216,18 @@ def _encoder():
 def test_what_torchs_own_code_reads_without_gradients_stays_whole(ranks):
     why = "its weight is read by code other than its own, of layer"
     assert ranks.run(2, _encoder) == [({"layer.linear1": why, "layer.linear2": why}, [True, True])] * 2
+
+
+def _built_without_gradients(mode):
+    init_megatron(tp=2)
+    ids, model, built = token_ids(), tiny_model("llama"), tiny_model("llama")
+    model(input_ids=ids, labels=ids).loss.backward()
+    with mode():
+        megasched.apply_schedule(built, "auto", sequence_parallel=True)
+    built(input_ids=ids, labels=ids).loss.backward()
+    return too_far(compare_gradients(built, plan_of(built), model))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_built_where_no_gradients_are_taken_trains(ranks, mode):
+    assert ranks.run(2, _built_without_gradients, mode) == [{}] * 2

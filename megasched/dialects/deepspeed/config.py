@@ -16,6 +16,7 @@ _GROUPS = "it makes groups of its own within data parallelism, which are not pro
 _CODE = "it changes the model's code or weights, after the schedule has been built"
 
 # Key of the config -> (value that means no, why a scheduled model can't have another).
+# 0 and what is empty mean no, too.
 REFUSED: dict[str, tuple[Any, str]] = {
     "tensor_parallel.autotp_size": (1, "the schedule has cut the model; AutoTP would cut it again"),
     "sequence_parallel_size": (1, _ULYSSES),
@@ -42,7 +43,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     problems = [
         f"{key} = {value!r}: {why}; leave it out"
         for key, (no, why) in REFUSED.items()
-        if (value := value_at(found, key)) not in (None, no)
+        if (value := value_at(found, key)) and value != no
     ]
     refuse_all(problems, "a scheduled model")
     return found
