@@ -231,3 +231,22 @@ def _built_without_gradients(mode):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_is_built_where_no_gradients_are_taken_trains(ranks, mode):
     assert ranks.run(2, _built_without_gradients, mode) == [{}] * 2
+
+
+def _recomputed_after_another_batch():
+    init_megatron(tp=2)
+    model = tiny_model("opt")  # its MLP takes the tokens of all sequences as one row
+    built, plan, _ = scheduled_copy(model, _recomputed, sequence_parallel=True)
+    for each in (model, built):
+        calls = [each(input_ids=ids, labels=ids).loss for ids in (token_ids(4, 8), token_ids(2, 16))]
+        sum(calls).backward()
+    return too_far(compare_gradients(built, plan, model), 1e-4)
+
+
+def _recomputed(sch):
+    auto(sch)
+    sch["model.decoder.layers.*"].checkpoint()
+
+
+def test_a_batch_is_recomputed_after_another_was_called(ranks):
+    assert ranks.run(2, _recomputed_after_another_batch) == [{}] * 2
