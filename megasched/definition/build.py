@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
@@ -42,6 +43,8 @@ def check_transformers() -> None:
 
 
 LARGE = 2**30  # bytes
+# Model -> each config in it with its ``use_cache``, which a build for training has switched off.
+_use_cache: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
 _INITIALISERS = ("torch.nn.init", "transformers.initialization")  # change their first argument, and return it
 
 
@@ -220,6 +223,29 @@ def switch_cache_off(model: nn.Module) -> list[tuple[Any, Any]]:
     for config, _ in said:
         config.use_cache = False
     return said
+
+
+def keep_no_cache(model: nn.Module) -> None:
+    """Has a model keep no cache, and notes what its configs said of that."""
+    said = switch_cache_off(model)
+    _use_cache.setdefault(model, said)
+
+
+@contextmanager
+def original_cache(model: nn.Module) -> Iterator[None]:
+    """Runs its body with the configs of a model as they were before ``keep_no_cache``."""
+    said = _use_cache.get(model, [])
+    now = [(config, config.use_cache) for config, _ in said]
+    _say(said)
+    try:
+        yield
+    finally:
+        _say(now)
+
+
+def _say(use_cache: list[tuple[Any, Any]]) -> None:
+    for config, value in use_cache:
+        config.use_cache = value
 
 
 def _place(error: Exception) -> str:

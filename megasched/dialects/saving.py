@@ -11,11 +11,12 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from megasched.definition.build import original_cache
 from megasched.dialects.stages import StageModule
 from megasched.errors import ConfigError, some_of
 from megasched.files import whole_folder
 from megasched.language.lora import adapter_names
-from megasched.lowering.build import is_built, original_cache, placements_in_state_dict, plan_of
+from megasched.lowering.build import is_built, placements_in_state_dict, plan_of
 from megasched.lowering.groups import group_of
 from megasched.lowering.lora import adapters_in
 from megasched.plan.placement import Placement

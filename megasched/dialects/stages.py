@@ -15,11 +15,12 @@ from torch import nn
 
 from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.definition.build import keep_no_cache
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
-from megasched.lowering.build import keep_no_cache, lower_model, plan_model
+from megasched.lowering.build import lower_model, plan_model
 from megasched.lowering.lower import lower_sequence_boundaries
 from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs

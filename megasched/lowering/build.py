@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from megasched.analysis.analysis_cache import AnalysisCache, usual_length
 from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.recording.meta_call import example_inputs
 from megasched.analysis.stages.layer_stack import LayerStack
-from megasched.definition.build import switch_cache_off
+from megasched.definition.build import keep_no_cache
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language import schedule as tree
@@ -67,8 +67,6 @@ _WITH_GRADIENTS = partial(torch.inference_mode, False)
 _plans: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
 _placements: WeakKeyDictionary[nn.Module, dict[str, Placement]] = WeakKeyDictionary()
 _definitions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-# Model -> each config in it with its ``use_cache``, which a build has switched off.
-_use_cache: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 def is_built(model: nn.Module) -> bool:
@@ -101,29 +99,6 @@ def placements_in_state_dict(model: nn.Module) -> dict[str, Placement]:
     planned = dict(plan.placements)
     planned |= {name: planned[of] for name, of in plan.canonical.items() if of in planned}
     return {f"{below}{name}": found for name, found in planned.items()} | _placements[model]
-
-
-def keep_no_cache(model: nn.Module) -> None:
-    """Has a model keep no cache, and notes what its configs said of that."""
-    said = switch_cache_off(model)
-    _use_cache.setdefault(model, said)
-
-
-@contextmanager
-def original_cache(model: nn.Module) -> Iterator[None]:
-    """Runs its body with the configs of a model as they were before ``keep_no_cache``."""
-    said = _use_cache.get(model, [])
-    now = [(config, config.use_cache) for config, _ in said]
-    _say(said)
-    try:
-        yield
-    finally:
-        _say(now)
-
-
-def _say(use_cache: list[tuple[Any, Any]]) -> None:
-    for config, value in use_cache:
-        config.use_cache = value
 
 
 def _prefix(path: str) -> str:
