@@ -24,9 +24,8 @@ from megasched.graph.traced import TracedModule, trace_module
 from megasched.language.records import Record
 from megasched.language.subgraph import Subgraph
 from megasched.layers.build_context import BuildContext
-from megasched.layers.linear import ReplicatedHeadsLinear, RowLinear
+from megasched.layers.linear import RowLinear
 from megasched.layers.recompute.recompute import recompute, tracker_states
-from megasched.layers.te.linear import TeLinear
 from megasched.layers.wrap import waits_for_parameters
 from megasched.plan.plan import Plan
 
@@ -46,13 +45,9 @@ def traced_paths(plan: Plan) -> Callable[[str], bool]:
 
 
 def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:
-    """Puts graphs in the place of the forwards that the records ask for.
-
-    Raises:
-        ScheduleError: a linear can't be decomposed as it is cut.
-    """
+    """Puts graphs in the place of the forwards that the records ask for."""
     plan = context.plan
-    decomposed = {record.path: record for record in plan.records_of("decompose") if here(record.path)}
+    decomposed = {record.path for record in plan.records_of("decompose") if here(record.path)}
     traced: dict[str, TracedModule] = {}
     for record in plan.records_where(lambda primitive: primitive.makes_graph):
         if not here(record.path) or record.path in traced:
@@ -63,9 +58,7 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
         parallel |= {path.removeprefix(prefix) for path in plan.replicated_heads if path.startswith(prefix)}
         parallel |= {path.removeprefix(prefix) for path in plan.by_megatron if path.startswith(prefix)}
         leaves = frozenset({*record.arguments["leaves"], *standing_leaves(module), *parallel})
-        apart = {
-            p.removeprefix(prefix): _decompose(model, p, r) for p, r in decomposed.items() if p.startswith(prefix)
-        }
+        apart = {p.removeprefix(prefix): _decompose(model, p) for p in decomposed if p.startswith(prefix)}
         traced[record.path] = trace_module(
             module,
             Limits(leaves, apart, waits_for_parameters),
@@ -78,15 +71,9 @@ def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str],
             traced[record.path].edits.append(_edit(record, traced[record.path]))
 
 
-def _decompose(model: nn.Module, path: str, record: Record) -> bool:
+def _decompose(model: nn.Module, path: str) -> bool:
     """Returns whether the product stays a call of the layer, which then leaves its bias to the graph."""
     layer: Any = model.get_submodule(path)
-    if isinstance(layer, TeLinear):
-        what = "can't be decomposed: Transformer Engine computes it in 8 bits, bias and all"
-        raise ScheduleError(Problem(what, path, record.source, "leave the decompose call out"))
-    if isinstance(layer, ReplicatedHeadsLinear) or getattr(layer, "gather_output", False):
-        what = "can't be decomposed as it is cut: its bias is not added to what each rank returns"
-        raise ScheduleError(Problem(what, path, record.source, "leave the decompose call out"))
     if not hasattr(layer, "skip_bias_add"):
         return False
     layer.skip_bias_add = True

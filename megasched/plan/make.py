@@ -33,6 +33,7 @@ from megasched.plan.record_checks import (
     follow,
     hooked_parameters,
     hooks_on_all_modules,
+    undecomposable,
     whole_logits,
 )
 from megasched.plan.shards import apply_shards
@@ -95,7 +96,7 @@ def make_plan(
     _refuse([*problems, *found, *unpacked])
 
     plan, problems = choose_fp8(plan)
-    _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model)])
+    _refuse([*problems, *overlap_problems(plan), *mixture_problems(plan, model), *undecomposable(plan)])
 
     _refuse(check_complete(plan, model))
     return _named_as_in_hf(plan) if causal_lm else plan  # of others, whoever saves or fills names them

@@ -300,3 +300,18 @@ def whole_logits(plan: Plan, model: Any) -> list[Problem]:
     return [
         Problem(f"parallel_output: logits can't stay cut: {why}", path, remedy="build it without parallel_output")
     ]
+
+
+def undecomposable(plan: Plan) -> list[Problem]:
+    """Returns a problem for each linear that can't be decomposed as it is cut, or as it is computed."""
+    gathered = {path for path in plan.tp_facts.gather if plan.cuts.get(path) == "column"} - plan.tp_facts.inside
+    found = []
+    for record in plan.records_of("decompose"):
+        if record.path in plan.te_linears:
+            what = "can't be decomposed: Transformer Engine computes it in 8 bits, bias and all"
+        elif record.path in plan.replicated_heads or record.path in gathered:
+            what = "can't be decomposed as it is cut: its bias is not added to what each rank returns"
+        else:
+            continue
+        found.append(Problem(what, record.path, record.source, "leave the decompose call out"))
+    return found

@@ -68,3 +68,26 @@ def test_what_a_phase_leaves_open_is_refused_by_name(monkeypatch, change, told):
     with pytest.raises(ScheduleError, match=f"the plan is not complete: {told}") as raised:
         make_plan(scheduled(), inputs=INPUTS)
     assert raised.value.problems[0].module in ("0", "2")
+
+
+class Gated(nn.Module):
+    """The output of ``up`` is needed whole, that of ``gate`` is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, input):
+        return self.down(torch.softmax(self.up(input), -1) * torch.relu(self.gate(input)))
+
+
+@pytest.mark.parametrize("cut", ["gate", "up"])
+def test_a_linear_that_is_gathered_is_not_decomposed(cut):
+    sch = create_schedule(nn.Sequential(Gated()), ParallelDims(tensor_model_parallel_size=2))
+    sch[f"0.{cut}"].shard("weight", axis=0)
+    sch[f"0.{cut}"].decompose()
+    sch["0"].trace(inputs=INPUTS)
+    with pytest.raises(ScheduleError, match="can't be decomposed as it is cut: its bias") as raised:
+        make_plan(sch, inputs=INPUTS)
+    assert raised.value.problems[0].module == f"0.{cut}"
+    assert "test_make.py" in str(raised.value.problems[0].source)
