@@ -89,10 +89,12 @@ def leave_global_state():
     import os
 
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training import async_utils
     from megatron.training.global_vars import set_args
 
     set_args("left over")
     init_num_microbatches_calculator(0, None, 4, 1, 4)
+    async_utils._async_calls_queue = "left over"
     os.environ["LEFT_OVER"] = "1"
     init_megatron()
     torch.set_default_dtype(torch.float64)
@@ -103,9 +105,10 @@ def found_global_state():
 
     from megatron.core import num_microbatches_calculator
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.training import global_vars
+    from megatron.training import async_utils, global_vars
 
     return [
+        async_utils._async_calls_queue,
         global_vars._GLOBAL_ARGS,
         num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
         os.environ.get("LEFT_OVER"),
@@ -158,7 +161,7 @@ def test_every_case_begins_with_the_same_random_state(ranks):
 def test_nothing_of_a_case_reaches_the_next(ranks):
     ranks.run(1, leave_global_state)
     (found,) = ranks.run(1, found_global_state)
-    assert found == [None, None, None, {}, torch.float32, 1234, "1"]
+    assert found == [None, None, None, None, {}, torch.float32, 1234, "1"]
 
 
 def test_a_failure_shows_the_traceback_and_what_the_others_were_doing(ranks):

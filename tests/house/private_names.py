@@ -59,7 +59,8 @@ OTHERS = frozenset(
             "_local_tensor",
             "_make_wrapper_subclass",
         ),
-        *("_CHECKPOINT_VERSION", "_LOADED_ITERATION", "_STARTUP_TIMESTAMPS", "_build_optimizer_group_ranges"),
+        *("_CHECKPOINT_VERSION", "_LOADED_ITERATION", "_STARTUP_TIMESTAMPS", "_async_calls_queue"),
+        "_build_optimizer_group_ranges",
         *("_get_field_docstrings", "_model_config", "_set_global_memory_buffer", "_yarn_concentration_factor"),
         *(
             "_set_main_param_and_optimizer_states",

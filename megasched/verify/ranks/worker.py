@@ -137,7 +137,7 @@ def reset_megatron() -> None:
     import torch
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.training import checkpointing, training
+    from megatron.training import async_utils, checkpointing, training
     from megatron.training.training import destroy_global_state
     from torch.distributed.tensor import debug
 
@@ -148,6 +148,7 @@ def reset_megatron() -> None:
     destroy_global_state()
     destroy_moe_metrics_tracker()
     checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None
+    async_utils._async_calls_queue = None  # which counts the saves, and ranks of the next case must have as many
     # Left over on some ranks only, they would make pretrain() reduce what the other ranks do not.
     training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
     initialize_rng_tracker(force_reset=True)
