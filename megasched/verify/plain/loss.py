@@ -87,14 +87,21 @@ def _needs_shifted(model: Any, row: torch.Tensor) -> bool:
 
 
 def _skipped(model: Any, row: torch.Tensor) -> int:
-    """Returns how many of the first positions take no labels: none, but where the class fails with those."""
+    """Returns how many of the first positions take no labels: none, but where the class fails with those.
+
+    Raises:
+        ValueError: it fails with any number of them.
+    """
+    why = None
     for skipped in range(max(1, row.shape[1] - 3)):
         try:
             model(input_ids=row, labels=row[:, skipped:])
-        except ValueError:  # torch's, of another number of labels than of logits
+        except ValueError as error:  # torch's, of another number of labels than of logits
+            why = why or error
             continue
         return skipped
-    raise ValueError("the class gives no loss for a text, however many of its first positions have no label")
+    words = "the class gives no loss for one text, however many of its first positions have no label"
+    raise ValueError(f"{words}: {why}") from why
 
 
 def _looks_before(model: Any, row: torch.Tensor, place: int, classes: int, skipped: int) -> bool:
