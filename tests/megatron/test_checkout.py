@@ -16,7 +16,7 @@ from megasched.patches import registry
 from megasched.trainer import seams
 from megasched.verify.trainer_run import RUN_FLAGS, gather, losses, train
 from tests import tiny
-from tests.families.corpus import MASKED, write_tokenizer
+from tests.families.example import MAKE
 from tests.parity.steps import assert_first_step_equals_hf, assert_same_losses
 
 pytestmark = pytest.mark.checkout
@@ -78,7 +78,7 @@ def test_a_tokenizer_that_megatron_writes_into_a_checkpoint_hides_nothing_of_it(
     ranks, ranks_of_checkout, tmp_path
 ):
     """Main writes it when the checkpoint has its name and the tracker its number: a kill between loses nothing."""
-    size = write_tokenizer(tmp_path / "model", MASKED)
+    size = MAKE["write_tokenizer"](tmp_path / "model", MAKE["OF_BERT"])
     folder = tiny.save("llama", tmp_path / "model", vocab_size=max(size, 90))
     flags = [*SAVE, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     flags += ["--override-opt-param-scheduler"]

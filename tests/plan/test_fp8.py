@@ -1,7 +1,6 @@
 """8-bit training at plan time: what level the layers take, and sizes that no 8-bit matrix product takes."""
 
 import pytest
-import torch
 
 import megasched
 from megasched.definition import attention_interface
@@ -95,14 +94,20 @@ def test_layers_without_a_sharded_linear():
 
 
 def test_decompose_is_refused():
-    from megasched.language.records import Record
-    from megasched.layers.te.linear import TeColumnLinear
-    from megasched.lowering.graphs import _decompose
-
-    model = torch.nn.Sequential(TeColumnLinear(None, False, False, False))
-    record = Record("decompose", "0", {}, "mysched.py:3")
-    with pytest.raises(ScheduleError, match="Transformer Engine computes it in 8 bits"):
-        _decompose(model, "0", record)
+    """Of a linear that is Transformer Engine's; one in a layer of 16 bits may be decomposed."""
+    model = tiny_model("gemma2", hidden_size=64, intermediate_size=96)
+    for layer, told in ((1, "Transformer Engine computes it in 8 bits"), (0, "")):
+        layout = ParallelDims(fp8=Fp8(fp8_recipe="tensorwise", num_layers_at_start_in_bf16=1))
+        sch = megasched.create_schedule(model, layout, roles_of(model))
+        default(sch, layout)
+        mlp = sch[f"model.layers.{layer}.mlp"]
+        mlp["up_proj"].decompose()
+        mlp.trace()
+        if told:
+            with pytest.raises(ScheduleError, match=told):
+                make_plan(sch, causal_lm=True, trials=Trials)
+        else:
+            assert make_plan(sch, causal_lm=True, trials=Trials).te_linears
 
 
 def test_a_recipe_that_is_none():
