@@ -16,6 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training.models.base import ModelBuilder, compose_hooks
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
+from torch import nn
 
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.trainer.checkpoint.source import with_progress
@@ -83,6 +84,7 @@ class ScheduledModelBuilder(ModelBuilder):
         session.runs.let_go(session.plan.structure)
         watch_unreached(chunk.definition, session.reach.uncalled)
         spare(chunk.local_parameters().values(), spared_names(session.definition))
+        keep_gradients_of_all_uses(chunk.definition)
         chunk.register_forward_pre_hook(checked_ids, with_kwargs=True)
         wait_for_uncalled(chunk, chunk.definition)
         if chunk.shared_copies():
@@ -105,6 +107,20 @@ class ScheduledModelBuilder(ModelBuilder):
         )
         made = compose_hooks(model.post_wrap_hooks)(chunks)
         return chunks if made is None else made  # a hook may change them in place, as Megatron's builders allow
+
+
+def keep_gradients_of_all_uses(definition: nn.Module) -> None:
+    """Marks parameters of several modules, such as a tied embedding, as Megatron marks that of its own models.
+
+    A product that adds its gradient to ``main_grad`` itself (gradient accumulation fusion) returns a placeholder,
+    and Megatron drops it with what else came back to the parameter, unless it is marked to be zeros
+    (``core/distributed/distributed_data_parallel.py:491``).
+    """
+    seen = set[nn.Parameter]()
+    for _, parameter in definition.named_parameters(remove_duplicate=False):
+        if parameter in seen:
+            parameter.zero_out_wgrad = True
+        seen.add(parameter)
 
 
 def stages_of_run(config: Any, structure: LayerStack, pp: int) -> list[Stage]:

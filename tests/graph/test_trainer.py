@@ -83,8 +83,10 @@ def _accumulating(folder, flags, schedule):
         patch.undo()
 
 
-def test_gradients_accumulated_by_the_fused_kernel_equal_hf(ranks, tmp_path):
-    folder = tiny.save("llama", tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_accumulated_by_the_fused_kernel_equal_hf(ranks, tmp_path, tied):
+    """A tied table has two gradients, of which the kernel adds that of the logits."""
+    folder = tiny.save("llama", tmp_path, tie_word_embeddings=tied)
     (tmp_path / "sch.py").write_text(LLAMA)
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     found = ranks.run(2, _accumulating, folder, flags, str(tmp_path / "sch.py"))
