@@ -181,6 +181,41 @@ def test_a_bias_is_saved_under_its_name_in_hf(ranks, small_models, block, tmp_pa
         assert all(torch.equal(buffers[name], value) for name, value in saved.items())
 
 
+def _logged(folder, flags, schedule):
+    """A run of one step, and the losses of routers that Megatron logs, by name."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    logged, clear = {}, MoEMetricsTracker.clear
+
+    def cleared(tracker):
+        logged.update({name: entry.values.clone() for name, entry in tracker.metrics.items()})
+        clear(tracker)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(MoEMetricsTracker, "clear", cleared)
+    options = {"iterations": 1, "schedule": schedule, "random_init": False, "tokens": TOKENS}
+    try:
+        return train(folder, [*flags, *RUN], **options), logged
+    finally:
+        patch.undo()
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_a_recompute_neither_counts_nor_logs_what_a_router_does_again(ranks, small_models, block):
+    """A stage runs forwards before the backward of the first: a loss of the shares so far is by those of then."""
+    flags = f"--pipeline-model-parallel-size 2 {ADDED['global_aux_loss']} --moe-z-loss-coeff {Z_COEFFICIENT}"
+    folder = small_models("mixtral")
+    plain = ranks.run(2, _logged, folder, flags.split(), block())
+    again = ranks.run(2, _logged, folder, [*flags.split(), *FULL.split()], block())
+    for (one, logged), (other, logged_again) in zip(plain, again, strict=True):
+        assert {"global_load_balancing_loss", "z_loss"} <= logged.keys()
+        assert all(torch.equal(logged_again[name], value) for name, value in logged.items())
+        for key, (gradient, _) in one.gradients.items():
+            assert torch.equal(gradient, other.gradients[key][0]), key
+
+
 def test_shared_experts_overlap(ranks, small_models, block):
     """They are computed while tokens are on their way; the same bits come out."""
     layout, folder = LAYOUTS["ep2-tp2-sp"], small_models("glm4_moe")

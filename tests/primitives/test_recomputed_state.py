@@ -2,6 +2,8 @@
 
 import copy
 import random
+from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 import megasched
 from megasched.errors import ScheduleError
+from megasched.layers.recompute.recompute import recompute
+from megasched.layers.rng import fork_rng
 
 
 class Averaging(nn.Module):
@@ -123,3 +127,45 @@ def test_what_begins_to_be_written_later_is_refused():
     with pytest.raises(ScheduleError, match=r"writes to average, and did not in its first call") as refused:
         trained(model)
     assert refused.value.problems[0].module == "inner.0"
+
+
+class Generators:
+    """Tracks states as ``--te-rng-tracker`` does: they are generators, which go on as they are drawn from."""
+
+    def __init__(self):
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(3)}
+
+    def is_initialized(self):
+        return True
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+    @contextmanager
+    def fork(self, name="model-parallel-rng"):
+        before, own = torch.get_rng_state(), self.states[name]
+        torch.set_rng_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
+
+
+def _dropped(x):
+    with fork_rng():
+        return nn.functional.dropout(x, 0.5) * x
+
+
+def test_states_that_are_generators_are_those_of_the_first_forward(monkeypatch):
+    found = []
+    for run in (_dropped, partial(recompute, _dropped)):
+        tracker, x = Generators(), torch.ones(64, requires_grad=True)
+        monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda own=tracker: own)
+        run(x).sum().backward()
+        found.append((x.grad, tracker.states["model-parallel-rng"].get_state()))
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)

@@ -18,8 +18,10 @@ from megasched.analysis.recording.chance import python_random_states, set_python
 from megasched.definition.code_state.code_state import CodeState
 from megasched.errors import Problem, ScheduleError
 
-# Their modules know of recompute themselves.
-_OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
+# Their modules know of recompute themselves, but for Megatron's routers: these count in buffers wherever gradients
+# are on, which they are in both forwards.
+_MEGATRON = "megatron"
+_OTHERS = frozenset(["transformer_engine", _MEGATRON, "megasched", "apex"])
 # What torch has on every module, of which only the buffers are state.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -55,16 +57,19 @@ class KeptState:
         raise ScheduleError(Problem(what, self._path, remedy="run it without recompute of this module"))
 
     def tensors(self) -> Iterator[tuple[_Buffer, torch.Tensor]]:
-        """Yields buffers, and tensors in attributes."""
-        for path, module in self._own_modules():
-            for held in (vars(module), module._buffers):
+        """Yields buffers, and tensors in attributes; of Megatron's modules buffers alone."""
+        for path, module in self._module.named_modules():
+            package = _package(module)
+            if package in _OTHERS and package != _MEGATRON:
+                continue
+            for held in (module._buffers,) if package == _MEGATRON else (vars(module), module._buffers):
                 for name, value in held.items():
                     if isinstance(value, torch.Tensor):
                         yield _Buffer(module, name, f"{path}.{name}".lstrip(".")), value
 
     def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self._module.named_modules():
-            if type(module).__module__.partition(".")[0] not in _OTHERS:
+            if _package(module) not in _OTHERS:
                 yield path, module
 
     def to_be_copied(self) -> list[tuple[_Buffer, torch.Tensor]]:
@@ -82,7 +87,7 @@ class KeptState:
         """
         written = {at for at, (tensor, version) in versions.items() if tensor._version != version}
         if self._written is None:  # kernels of torch's own write past the versions
-            written |= {at for at, copy in copies if not torch.equal(copy, versions[at][0])}
+            written |= {at for at, copy in copies if not _equal(copy, versions[at][0])}
             self._written = written
         if late := written - self._written:
             what = f"its forward writes to {min(at.path for at in late)}, and did not in its first call; "
@@ -116,15 +121,18 @@ class StateBefore:
         code = CodeState(modules, [*_values(modules), *self._code.holders])  # what the body may change
         self._put(self._attributes)
         self._code.put_back()
-        written = self._kept._written or set()
+        written, present = self._kept._written or set(), []
         for at, copy in self._copies:
             if at in written:
                 held = at.module._buffers if at.name in at.module._buffers else vars(at.module)
+                present.append((held, at.name, held[at.name]))
                 held[at.name] = copy.clone()
         set_python_random_states(self._random)
         try:
             yield
         finally:
+            for held, name, tensor in present:
+                held[name] = tensor
             self._put(now)
             code.put_back()
             set_python_random_states(states)
@@ -138,6 +146,14 @@ class StateBefore:
             held.update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _attributes(modules: list[nn.Module]) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 from megasched.layers import rng
@@ -29,7 +30,7 @@ class _Snapshot:
     @contextmanager
     def first(self) -> Iterator[None]:
         tracker = _tracker()
-        self.states = tracker.get_states() if tracker is not None else None
+        self.states = _copied(tracker.get_states()) if tracker is not None else None
         self.forked = rng.forked()
         self.before = None if self.kept is None else self.kept.before()
         yield
@@ -42,9 +43,9 @@ class _Snapshot:
         kept, kept_forked = (tracker.get_states() if tracker is not None else None), rng.forked()
         rng.set_forked(self.forked)
         if tracker is not None and self.states is not None:
-            tracker.set_states(self.states)
+            tracker.set_states(_copied(self.states))
         try:
-            with nullcontext() if self.before is None else self.before.again():
+            with _unlogged(), nullcontext() if self.before is None else self.before.again():
                 yield
         finally:
             rng.set_forked(kept_forked)
@@ -57,6 +58,27 @@ def _tracker() -> Any:
 
     tracker = get_cuda_rng_tracker()
     return tracker if tracker.is_initialized() else None
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Runs its body, and drops what Megatron's routers log in it of their losses."""
+    logs = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    entries = [] if logs is None else list(logs.get_moe_metrics_tracker().metrics.values())
+    logged = [(entry, entry.values.clone()) for entry in entries]
+    try:
+        yield
+    finally:
+        for entry, values in logged:
+            entry.values = values
+
+
+def _copied(states: dict[str, Any]) -> dict[str, Any]:
+    """Returns tracked RNG states that stay as they are: those of ``--te-rng-tracker`` are generators."""
+    return {
+        name: state.clone_state() if isinstance(state, torch.Generator) else state
+        for name, state in states.items()
+    }
 
 
 def _contexts(kept: KeptState | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -116,7 +138,7 @@ def _in_fp8() -> bool:
 def tracker_states() -> Iterator[None]:
     """Restores Megatron's tracked RNG states at the end of its body."""
     tracker = _tracker()
-    kept = tracker.get_states() if tracker is not None else None
+    kept = _copied(tracker.get_states()) if tracker is not None else None
     try:
         yield
     finally:
