@@ -173,6 +173,21 @@ def test_latent_attention_of_megatrons(ranks, tmp_path, block, tokenizer, data, 
     assert_equals_each_sequence_alone(str(tmp_path), reports, 2)
 
 
+def test_rows_are_balanced_one_by_one(ranks, tmp_path, block, tokenizer, data):
+    """In Megatron's layers, which join the rows of a micro-batch, as in a mixture that is handed them apart."""
+    ranks.run(1, write_small_model, "mixtral", str(tmp_path))
+    _grow(tmp_path, tokenizer[1])
+    flags = ["--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "seq_aux_loss"]
+    alone = tmp_path / "alone.py"
+    alone.write_text(SCHEDULE.format(where="model.layers.*.mlp", level="block"))
+    layers, mixtures = (
+        gather(run(ranks, str(tmp_path), tokenizer, data, "pp2", *flags, schedule=one), "gradients", 1)
+        for one in (block(), str(alone))
+    )
+    for name, gradient in mixtures.items():
+        assert relative(layers[name], gradient) < 1e-5, name
+
+
 def _grow(folder: Path, vocabulary: int) -> None:
     """As many tokens and places as the conversations need; weights are made anew."""
     file = folder / "config.json"

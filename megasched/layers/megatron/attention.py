@@ -65,6 +65,7 @@ def sequence_first(hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        tokens_per_sample=hidden.shape[1],  # by which a mixture's router parts the rows again (seq_aux_loss)
     )
     return hidden.flatten(0, 1)[:, None].contiguous(), packed
 
