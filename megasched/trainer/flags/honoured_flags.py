@@ -50,7 +50,7 @@ _SUBJECTS = {
         "calculate_per_token_loss overlap_grad_reduce align_grad_reduce ddp_num_buckets ddp_bucket_size "
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation "
         "ddp_param_name_patterns_for_fp32_local_accumulation ddp_average_in_collective overlap_param_gather "
-        "overlap_param_gather_with_optimizer_step align_param_gather nccl_ub disable_symmetric_registration"
+        "align_param_gather nccl_ub disable_symmetric_registration"
     ),
     "learning rate and weight decay": (
         "lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters "

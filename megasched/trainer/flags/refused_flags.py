@@ -42,6 +42,9 @@ _REASONS = {
     "megasched already builds on the meta device and fills each rank's shards": "init_model_with_meta_device",
     "recomputed blocks of a definition keep their whole input on each rank": "distribute_saved_activations",
     "it reads buffers of Megatron's own embedding": "defer_embedding_wgrad_compute",
+    "Megatron has it with --ckpt-format torch alone, which is refused; --overlap-param-gather works": (
+        "overlap_param_gather_with_optimizer_step"
+    ),
     "it would overwrite what comes from the HF config; --load works without it": "use_checkpoint_args",
     "the YAML file replaces the command line, megasched's flags included": "yaml_cfg",
     "ModelOpt puts its own builder in the place of the schedule": "modelopt_enabled",

@@ -147,6 +147,7 @@ def test_legacy_rope_flag_contradicts_learned_positions(gpt2_model: str) -> None
         "--mscale 2.0",
         "--mscale-all-dim 1.0",
         "--yarn-beta-fast 16.0",
+        "--overlap-param-gather-with-optimizer-step",
         "--yarn-original-max-position-embeddings 32",
         "--q-lora-rank 16",
         "--kv-lora-rank 16",
