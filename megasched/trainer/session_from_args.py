@@ -17,6 +17,7 @@ from megasched.language.lora import adapted, adapter_names
 from megasched.language.schedule_file import add_options
 from megasched.plan.decisions import without_rule
 from megasched.plan.fp8 import left_in_16_bits
+from megasched.plan.plan import Plan
 from megasched.trainer.checkpoint.source import weight_source
 from megasched.trainer.current_session import set_session
 from megasched.trainer.evidence.certificate import require_certificate, subject_of
@@ -120,11 +121,27 @@ def _refuse_length(args: Namespace) -> None:
         )
 
 
+def _refuse_joined_rows(plan: Plan, rows: int) -> None:
+    """Refuses several rows in validation where the plan is for one (``plan_packed_rows``).
+
+    Raises:
+        ConfigError: for ``--eval-micro-batch-size``.
+    """
+    packed, by_megatron = plan.packed, plan.blocks | plan.attentions
+    if packed is not None and not packed.problems and by_megatron and plan.layout.sp and rows > 1:
+        raise ConfigError(
+            f"--eval-micro-batch-size {rows}: Megatron's attention ({min(by_megatron)}) takes packed sequences as "
+            "one row, and sequence parallelism has split several; say --eval-micro-batch-size 1, or use "
+            "level('fused')"
+        )
+
+
 def _refuse_batches(session: Session, args: Namespace) -> None:
     """Refuses a run whose micro-batches, or Megatron's handling of their gradients, do not go with the plan."""
     plan, rows = session.plan, (args.micro_batch_size, args.eval_micro_batch_size or args.micro_batch_size)
     refuse_loss_of_batches(session.replaced, plan.structure, ((each, args.seq_length) for each in rows))
     _refuse_length(args)
+    _refuse_joined_rows(plan, rows[1])
     refuse_per_token(plan, args.calculate_per_token_loss)
     refuse_overlap(plan, args.overlap_grad_reduce)
     refuse_unsure_overlap(session.reach, plan.structure, args.overlap_grad_reduce)

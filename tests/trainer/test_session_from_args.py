@@ -16,6 +16,7 @@ from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.moe import NOTHING_ASKED
 from megasched.trainer.session_from_args import begin_session
 from tests import tiny
+from tests.parity.levels import SCHEDULE
 
 
 def arguments(folder, schedule="auto", **changes):
@@ -111,6 +112,17 @@ def test_an_optimizer_of_float32_parameters_beside_bf16_stays_on_the_gpu(tmp_pat
     ):
         begin_session(arguments(tmp_path, bf16=True, **changes), {})
     begin_session(arguments(tmp_path, **changes), {})
+
+
+def test_rows_that_megatrons_attention_joins_are_one_in_validation_too(llama, tmp_path):
+    """Under sequence parallelism; their loss would be that of other tokens."""
+    schedule = tmp_path / "block.py"
+    schedule.write_text(SCHEDULE.format(where="model.layers.*", level="block"))
+    sft = {"sft": True, "sft_tokenizer_prompt_format": "identity", "allow_unverified": True}
+    sft |= {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    with pytest.raises(ConfigError, match=r"--eval-micro-batch-size 2: Megatron's attention \(model\.layers\.0\)"):
+        begin_session(arguments(llama, schedule, eval_micro_batch_size=2, **sft), {})
+    begin_session(arguments(llama, schedule, **sft), {})
 
 
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
