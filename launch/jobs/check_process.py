@@ -51,7 +51,7 @@ def _begin(script: str, flags: list[str], found: dict[str, Any]) -> None:
     entry.check_tokenizer(flags)
     entry.arrange_process(path, bundled, "force", allow_unverified=own.allow_unverified)
     if find_spec("transformer_engine") is None or rehearsal_mode(flags):
-        entry.refuse_unsupported(flags)
+        entry.set_cluster_flags(entry.refuse_unsupported(flags))
         fit = rehearsal_flags(flags)
         flags, found["unchecked"] = fit.argv, [str(one) for one in fit.replaced]
 

@@ -10,9 +10,23 @@ from typing import TYPE_CHECKING
 from megasched.errors import ConfigError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from megasched.trainer.session import Session
 
 _current: list[Session] = []
+# What the command of a rehearsal says before flags are taken out of it.
+_on_cluster: list[Namespace] = []
+
+
+def set_cluster_flags(args: Namespace) -> None:
+    """Keeps the flags that the run has on the cluster which this process rehearses."""
+    _on_cluster[:] = [args]
+
+
+def cluster_flags() -> Namespace | None:
+    """Returns the flags on the cluster; None where this is no rehearsal."""
+    return _on_cluster[0] if _on_cluster else None
 
 
 def set_session(session: Session) -> None:

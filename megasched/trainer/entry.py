@@ -40,6 +40,7 @@ from megasched.printing.shell_command import shell_command
 from megasched.reading.hf_source import check_hf_model
 from megasched.trace.run_trace import check_trace_file
 from megasched.trainer import run_failure, seams
+from megasched.trainer.current_session import set_cluster_flags
 from megasched.trainer.flags.arguments import add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
@@ -121,7 +122,7 @@ def _run(script: str, argv: list[str]) -> None:
         order_kernels(argv)
     arrange_process(path, bundled, mode, allow_unverified=own.allow_unverified)
     if mode:
-        refuse_unsupported(argv)
+        set_cluster_flags(refuse_unsupported(argv))
     sys.argv = [str(path), *(flags.argv if mode else argv)]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -19,7 +19,7 @@ from megasched.plan.decisions import without_rule
 from megasched.plan.fp8 import left_in_16_bits
 from megasched.plan.plan import Plan
 from megasched.trainer.checkpoint.source import weight_source
-from megasched.trainer.current_session import set_session
+from megasched.trainer.current_session import cluster_flags, set_session
 from megasched.trainer.evidence.certificate import require_certificate, subject_of
 from megasched.trainer.evidence.compatibility import (
     of_unchecked_options,
@@ -27,7 +27,7 @@ from megasched.trainer.evidence.compatibility import (
     unchecked_options,
     verify_command,
 )
-from megasched.trainer.flags.arguments import layout_from_args
+from megasched.trainer.flags.arguments import layout_from_args, on_cluster
 from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
 from megasched.trainer.flags.sft import default_sft_args
 from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
@@ -68,6 +68,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
     )
     session.freeze_unreached(args.micro_batch_size, args.seq_length)
+    _refuse_on_cluster(session)
     _ask_for_evidence(session, schedule, args)
     _refuse_batches(session, args)
     source = weight_source(args, session.definition)
@@ -81,6 +82,17 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
     _default_evaluation_args(args)
     default_sft_args(args)
     set_session(session)
+
+
+def _refuse_on_cluster(session: Session) -> None:
+    """Refuses in a rehearsal what the plan on the cluster refuses, by flags that a rehearsal leaves out.
+
+    Raises:
+        ScheduleError: a layer can't overlap its communication, or a mixture is not Megatron's.
+    """
+    flags, layout = cluster_flags(), session.schedule.layout
+    if flags is not None and on_cluster(layout, flags) != layout:
+        session.with_layout(on_cluster(layout, flags)).plan  # noqa: B018  # made for its problems
 
 
 def _ask_for_evidence(session: Session, schedule: str, args: Namespace) -> None:

@@ -125,6 +125,21 @@ def test_rows_that_megatrons_attention_joins_are_one_in_validation_too(llama, tm
     begin_session(arguments(llama, schedule, **sft), {})
 
 
+def test_a_rehearsal_refuses_what_flags_that_it_leaves_out_ask_of_the_model(llama, tmp_path, monkeypatch):
+    def on_cluster(**flags):
+        monkeypatch.setattr("megasched.trainer.current_session._on_cluster", [arguments(llama, **flags)])
+
+    on_cluster(moe_grouped_gemm=True)
+    with pytest.raises(ScheduleError, match="--moe-grouped-gemm: Megatron's own mixtures of experts do that"):
+        begin_session(arguments(llama), {})
+    schedule = tmp_path / "fused.py"
+    schedule.write_text(SCHEDULE.format(where="model.layers.*", level="fused"))
+    on_cluster(tp_comm_overlap=True)
+    with pytest.raises(ScheduleError, match="--tp-comm-overlap: only Megatron's own layers"):
+        begin_session(arguments(llama, schedule), {})
+    begin_session(arguments(llama), {})
+
+
 def test_a_run_that_no_check_covers_is_refused_until_it_is_allowed(llama, monkeypatch):
     monkeypatch.setattr("megasched.trainer.evidence.compatibility.load_matrix", lambda: {"types": {}})
     for one_rank in (arguments(llama), arguments(llama, world_size=1)):

@@ -11,6 +11,7 @@ import argparse
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -209,21 +210,33 @@ _CONTRADICTION_REMEDY = (
 )
 
 
-def refuse_unsupported(argv: Sequence[str]) -> None:
-    """Refuses the flags of ``argv`` that can't be used under a schedule, whatever the model.
+def refuse_unsupported(argv: Sequence[str]) -> argparse.Namespace:
+    """Refuses the flags of ``argv`` that can't be used under a schedule, whatever the model; returns them parsed.
 
     `apply_derived` does so too, for the command line that Megatron parses. A rehearsal asks here first, for
     the one that will run on the cluster: flags that it leaves out must not hide that they are refused there.
+    What they ask of the model is for `on_cluster` to tell.
 
     Raises:
         ConfigError: with all of them.
     """
     from megatron.training.arguments import add_megatron_arguments
 
-    given = explicit_flags(flag_parser(add_megatron_arguments(argparse.ArgumentParser(add_help=False))), argv)
+    parser = flag_parser(add_megatron_arguments(argparse.ArgumentParser(add_help=False)))
+    args = parser.parse_known_args(list(argv))[0]
+    given = explicit_flags(parser, argv)
     lines = refusals(_megatrons(given), unknown="allow_unverified" not in given)
     if lines:
         raise ConfigError(_report(_REFUSED_TITLE, lines))
+    return args
+
+
+def on_cluster(layout: ParallelDims, args: argparse.Namespace) -> ParallelDims:
+    """Returns the layout of a rehearsal with what its flags on the cluster ask of the model beside it.
+
+    Sizes that 8 bits want are left alone: the model of a rehearsal is smaller.
+    """
+    return replace(layout, tp_comm_overlap=args.tp_comm_overlap, mixture_flags=mixture_flags_asked(args))
 
 
 def _megatrons(given: Mapping[str, GivenFlag]) -> dict[str, GivenFlag]:
