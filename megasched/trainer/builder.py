@@ -19,6 +19,7 @@ from megatron.training.models.dist_utils import unimodal_build_distributed_model
 from torch import nn
 
 from megasched.analysis.stages.layer_stack import LayerStack
+from megasched.patches import host_cuda
 from megasched.trainer.checkpoint.source import with_progress
 from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
@@ -46,6 +47,9 @@ class ScheduledModelBuilder(ModelBuilder):
         # With it Megatron sums gradients of parameters *named* q_layernorm or k_layernorm over TP
         # (megatron/core/distributed/finalize_model_grads.py:453); ours are summed where the placement says so.
         config.qk_layernorm = False
+        # A GPU's shards are filled there; by this flag Megatron leaves a chunk that it is handed where it is
+        # (megatron/training/models/dist_utils.py:172), and a rehearsal's is on the CPU.
+        config.use_cpu_initialization = config.use_cpu_initialization and host_cuda.is_installed()
         vp_size, pp = config.virtual_pipeline_model_parallel_size, pg_collection.pp
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(pp)

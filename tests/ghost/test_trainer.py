@@ -15,6 +15,7 @@ RUNS = {
     "leaf": ("leaf", 1, ""),
     "block": ("block", 1, ""),
     "recompute": ("fused", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "asked to begin on the CPU": ("fused", 1, "--use-cpu-initialization"),
     "pp2": ("fused", 2, PP2),
     "vpp2": ("fused", 2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
     "cp2": ("fused", 2, "--context-parallel-size 2"),

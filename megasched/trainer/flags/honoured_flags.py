@@ -36,9 +36,7 @@ _SUBJECTS = {
     "recompute": (
         "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations"
     ),
-    "where the model is built, and random numbers": (
-        "use_cpu_initialization make_vocab_size_divisible_by seed te_rng_tracker data_parallel_random_init"
-    ),
+    "sizes and random numbers": ("make_vocab_size_divisible_by seed te_rng_tracker data_parallel_random_init"),
     "optimizer": (
         "optimizer weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum optimizer_cpu_offload "
         "optimizer_cuda_graph cuda_graph_warmup_steps optimizer_offload_fraction "

@@ -58,6 +58,7 @@ _REASONS = {
         "inference_moe_token_dispatcher_type flash_decode nccl_all_reduce_for_prefill mlp_chunks_for_prefill"
     ),
     "weights come from --hf-model, or as the HF definition initialises them": "perform_initialization",
+    "each rank fills its shards where they are, with the same values at any layout": "use_cpu_initialization",
     "tokens and positions are embedded as the HF definition does": (
         "clone_scatter_output_in_embedding add_position_embedding"
     ),
