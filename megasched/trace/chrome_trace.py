@@ -53,11 +53,13 @@ class Trace:
         iterations: number as in Megatron's log -> spans of all ranks, ordered by rank and start; their times count
             from the first span of that iteration.
         clock_error: by how much the ranks' clocks may differ, in seconds.
+        complete: whether it has all ranks of a run: none is missing, and it is no prediction.
     """
 
     places: dict[int, RankCoordinates]
     iterations: dict[int, list[Span]]
     clock_error: float
+    complete: bool
 
 
 def trace_pieces(
@@ -146,7 +148,8 @@ def _trace(found: dict[str, Any], about: dict[str, Any]) -> Trace:
     if not iterations:
         raise _Wrong("it has no spans")
     error = _number(about, "clock_error", "otherData")
-    return Trace(places, {i: _from_zero(iterations[i]) for i in sorted(iterations)}, error)
+    complete = not about.get("missing_ranks") and "predicted" not in about
+    return Trace(places, {i: _from_zero(iterations[i]) for i in sorted(iterations)}, error, complete)
 
 
 def _span(event: dict[str, Any], where: str, places: Mapping[int, RankCoordinates]) -> tuple[int, Span]:

@@ -54,11 +54,15 @@ class RunTrace:
         exits = args.exit_interval and (args.iteration // args.exit_interval + 1) * args.exit_interval
         # The run's last iteration; 0 where nobody knows it.
         self.last = min(filter(None, (args.train_iters, exits)), default=0)
-        if not args.iteration < self.stop or (self.last and self.start >= self.last):
+        named = range(max(self.start, args.iteration), min(self.stop, self.last or self.stop))
+        # The number of the last one that is recorded: Megatron passes over those of --iterations-to-skip.
+        self.final = next((i + 1 for i in reversed(named) if i + 1 not in args.iterations_to_skip), None)
+        if self.final is None:
+            skipped = " without those of --iterations-to-skip" if args.iterations_to_skip else ""
             _say(
                 f"{FLAG}: nothing will be recorded: this run makes the iterations {args.iteration + 1} to "
-                f"{self.last}, and --profile-step-start {self.start} --profile-step-end {self.stop} names "
-                f"{self.start + 1} to {self.stop}"
+                f"{self.last}{skipped}, and --profile-step-start {self.start} --profile-step-end {self.stop} "
+                f"names {self.start + 1} to {self.stop}"
             )
             self.done = True
 
@@ -77,7 +81,7 @@ class RunTrace:
         self.recorder.iteration = iteration + 1
         with listening(self.recorder, given["optimizer"], given["config"]):
             result = train_step()
-        if iteration + 1 in (self.stop, self.last):
+        if iteration + 1 == self.final:
             self.done = True
             self._finish()
         return result

@@ -17,7 +17,7 @@ from megasched.trace.timeline import Span
 from tests.cli.pages import page_of, predicted, report_of
 
 
-def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2):
+def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2, missing_ranks=()):
     """Of ranks that do one thing after the other, each so long; two iterations, all TP ranks."""
     ranks = []
     for rank in range(pp * tp):
@@ -30,7 +30,7 @@ def write_trace(path, pp, vpp, microbatches, seconds=0.5, tp=2):
         ]
         optimizer = Span(rank, "optimizer", None, None, len(work) * seconds, (len(work) + 1) * seconds)
         ranks.append((rank, RankCoordinates(rank // tp, rank % tp, 0), {11: spans, 12: [*spans, optimizer]}))
-    path.write_text("".join(trace_pieces(ranks, {"clock_error": 3e-5, "missing_ranks": []})))
+    path.write_text("".join(trace_pieces(ranks, {"clock_error": 3e-5, "missing_ranks": missing_ranks})))
     return path
 
 
@@ -85,11 +85,19 @@ def test_a_trace_is_laid_over_as_much_predicted_work(tmp_path):
     assert "0.030 ms" in page.notes[0]
 
 
+def test_a_trace_without_some_ranks_tells_less_of_its_layout(tmp_path):
+    path = write_trace(tmp_path / "trace.json", pp=2, vpp=1, microbatches=4, tp=1, missing_ranks=[1, 3])
+    assert recorded_step(path, report_of(2, 1).layout).microbatches == 4
+
+
 def test_a_trace_of_another_layout_or_batch_is_refused(tmp_path):
     path = write_trace(tmp_path / "trace.json", pp=2, vpp=1, microbatches=4)
     with pytest.raises(ConfigError, match=r"are of PP 2 and VPP 1, and this layout has PP 2 and VPP 2"):
         recorded_step(path, report_of(2, 2).layout)
     layout = report_of(2, 1).layout
+    for change in ({"tensor_model_parallel_size": 1}, {"data_parallel_size": 2}, {"context_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=r"its ranks are of TP 2, CP 1 and DP 1, and this layout has TP"):
+            recorded_step(path, replace(layout, **change))
     with pytest.raises(
         ConfigError, match=r"its steps have 4 micro-batches, those of --global-batch-size 6 have 6"
     ):

@@ -190,10 +190,20 @@ def _train_and_listen(folder, flags):
 
 
 @pytest.mark.parametrize(
-    ("begun", "exit_interval", "last"), [(0, None, 100), (0, 4, 4), (0, 12, 12), (6, 6, 12), (0, 200, 100)]
+    ("begun", "exit_interval", "last", "skipped", "final"),
+    [
+        (0, None, 100, [], 14),
+        (0, 4, 4, [], None),
+        (0, 12, 12, [], 12),
+        (6, 6, 12, [], 12),
+        (0, 200, 100, [], 14),
+        (0, None, 100, [13, 14], 12),
+        (0, 12, 12, [12], 11),
+        (0, None, 100, [11, 12, 13, 14], None),
+    ],
 )
-def test_a_run_that_ends_amid_what_is_recorded_writes_it(monkeypatch, begun, exit_interval, last):
-    """At an iteration that --exit-interval divides, after the one from which it goes on."""
+def test_a_run_that_ends_amid_what_is_recorded_writes_it(monkeypatch, begun, exit_interval, last, skipped, final):
+    """At an iteration that --exit-interval divides, after the one from which it goes on, or the last made."""
     said, written = [], []
     monkeypatch.setattr(run_trace, "_say", said.append)
     monkeypatch.setattr(run_trace, "listening", lambda *given: contextlib.nullcontext())
@@ -201,12 +211,16 @@ def test_a_run_that_ends_amid_what_is_recorded_writes_it(monkeypatch, begun, exi
     monkeypatch.setattr(RunTrace, "_finish", lambda trace: written.append(trace.recorder.iteration))
     steps = {"profile_step_start": 10, "profile_step_end": 14, "train_iters": 100}
     trace = RunTrace(
-        argparse.Namespace(megasched_trace="x", **steps, exit_interval=exit_interval, iteration=begun)
+        argparse.Namespace(
+            megasched_trace="x", **steps, exit_interval=exit_interval, iteration=begun, iterations_to_skip=skipped
+        )
     )
     for iteration in range(begun, last):
-        trace.step(lambda: None, {"iteration": iteration, "optimizer": None, "config": None})
-    assert written == ([min(last, 14)] if last > 10 else [])
-    assert ["makes the iterations 1 to 4, and" in one for one in said] == [True] * (last == 4)
+        if iteration + 1 not in skipped:
+            trace.step(lambda: None, {"iteration": iteration, "optimizer": None, "config": None})
+    assert written == ([] if final is None else [final])
+    assert [f"makes the iterations 1 to {last}" in one for one in said] == [True] * (final is None)
+    assert ["without those of --iterations-to-skip" in one for one in said] == [bool(skipped)] * (final is None)
 
 
 def test_a_run_that_ends_before_says_so(ranks, folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import gt
 from pathlib import Path
 
 from megasched.errors import ConfigError
@@ -49,6 +50,11 @@ def recorded_step(path: Path, layout: ParallelDims) -> RecordedStep:
             f"--trace {path}: its ranks with tp 0 and dp 0 are of PP {found[0]} and VPP {found[1]}, and this "
             f"layout has PP {layout.pp} and VPP {layout.vpp}"
         )
+    sizes = tuple(1 + max(getattr(place, name) for place in trace.places.values()) for name in ("tp", "cp", "dp"))
+    due = layout.tp, layout.cp, layout.data_parallel_size
+    if any(map(gt, sizes, due)) or (trace.complete and sizes != due):
+        of_trace, of_layout = ("TP {}, CP {} and DP {}".format(*each) for each in (sizes, due))
+        raise ConfigError(f"--trace {path}: its ranks are of {of_trace}, and this layout has {of_layout}")
     microbatches = 1 + max(span.microbatch or 0 for span in work)
     note = f"Measured is iteration {iteration} of {path.name}, on the ranks with tp 0 and dp 0"
     note += f"; their clocks may differ by {1e3 * trace.clock_error:.3f} ms." if layout.pp > 1 else "."
