@@ -94,7 +94,8 @@ def _words(placement: Placement) -> str:
     words = f"cut along axis {placement.axis}"
     if placement.components:
         words += f", {' + '.join(map(str, placement.components))} each on its own"
-    return words + (f", padded to {placement.padded}" if placement.padded else "")
+    padded = placement.padded not in (None, placement.shape[placement.axis])
+    return words + (f", padded to {placement.padded}" if padded else "")
 
 
 def _gradient(placement: Placement) -> str:
@@ -139,7 +140,9 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
         index = re.search(r"\.(\d+)(?=\.|$)", path)
         pattern = path if index is None else f"{path[: index.start()]}.*{path[index.end() :]}"
         groups.setdefault(pattern, []).append(int(index[1]) if index else -1)
-    return [pattern.replace("*", fold_indices(indices), 1) for pattern, indices in groups.items() if pattern]
+    return [
+        pattern.replace("*", fold_indices(sorted(indices)), 1) for pattern, indices in groups.items() if pattern
+    ]
 
 
 def fold_indices(indices: list[int]) -> str:

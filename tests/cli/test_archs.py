@@ -6,6 +6,7 @@ import pytest
 
 from megasched.cli.check import archs
 from megasched.cli.main import main
+from megasched.cli.output import report_console as console
 from megasched.errors import ConfigError
 from megasched.trainer.evidence.matrix import LAYOUT_NAMES, load_matrix
 from megasched.verify.matrix import check_here
@@ -107,6 +108,20 @@ def test_a_class_finds_all_that_have_it(matrix, capsys, name):
 def test_a_class_finds_the_llama_of_the_real_matrix():
     assert "llama" in archs.find_types("LlamaForCausalLM", load_matrix()["types"])
     assert archs.find_types("llama", load_matrix()["types"]) == ["llama"]
+
+
+def test_brackets_of_a_reason_are_no_markup(capsys):
+    results = {"tp2": {"verdict": "failed", "errors": {}, "why": "of [b, s, h] in [/usr/lib]"}}
+    archs.print_architecture("other", {**results, "facts": {"why": "x", "whole": {"h": "a [row] too"}}}, console())
+    archs.print_architecture("none", {"model": {"verdict": "failed", "errors": {}, "why": "no [/x]"}}, console())
+    told = capsys.readouterr().out
+    assert [words in told for words in ("of [b, s, h] in [/usr/lib]", "h: a [row] too", "no [/x]")] == [True] * 3
+
+
+@pytest.mark.parametrize("words", [["half", "--markdown"], ["--markdown", "--json"]])
+def test_the_page_is_of_all_and_no_json(matrix, capsys, words):
+    main_ended(["archs", *words], 2)
+    assert "--markdown" in capsys.readouterr().err
 
 
 def test_what_is_not_there(matrix):

@@ -10,7 +10,7 @@ from megasched.cli.main import main
 from megasched.cli.show.explain import explain_schedule
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
-from megasched.plan.decisions import Decision, fold_decisions
+from megasched.plan.decisions import Decision, fold_decisions, fold_paths
 from megasched.printing.shell_command import shell_command
 from tests import tiny
 
@@ -37,6 +37,10 @@ def test_layers_that_are_decided_alike_are_one():
         ("norm.w", ""),
         ("h.0.experts.3.w", ""),
     ]
+
+
+def test_modules_of_ten_layers_and_more_are_in_the_order_of_numbers():
+    assert fold_paths({f"h.{index}.attn" for index in range(12)} | {"norm"}) == ["h.0-11.attn", "norm"]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -68,6 +72,13 @@ def test_what_it_says_of_qwen3(tmp_path):
         "nothing asks for a cut",
     )
     assert found["lm_head.weight"].decided_by == "tied to model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(("size", "words"), [(512, ""), (300, ", padded to 512")])
+def test_only_what_is_padded_is_said_to_be(tmp_path, size, words):
+    folder, layout = tiny.save("llama", tmp_path), ParallelDims(tensor_model_parallel_size=2)
+    found = explain_schedule("auto", folder, layout, only="lm_head.weight", overrides=[f"vocab_size={size}"])
+    assert [one.placement for one in found.decisions] == [f"cut along axis 0{words}"]
 
 
 def test_the_users_own_lines_are_named(tmp_path):

@@ -151,6 +151,8 @@ def archs(
 
     if run and name is None:
         raise typer.BadParameter("--run needs the name of an architecture")
+    if as_markdown and (name is not None or as_json):
+        raise typer.BadParameter("--markdown prints the page of all architectures: leave the name and --json out")
     if name is None:
         report.print_all(as_json=as_json, as_markdown=as_markdown)
         return

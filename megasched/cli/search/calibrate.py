@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megasched.cli.output import report_console
 from megasched.errors import ConfigError
@@ -186,7 +187,7 @@ def print_calibration(found: Calibration) -> None:
     """Prints the measured figures, beside those of the base."""
     table = Table(box=None, pad_edge=False)
     for heading in (found.hardware.name, "measured", found.base):
-        table.add_column(heading, justify="left" if heading == found.hardware.name else "right")
+        table.add_column(Text(heading), justify="left" if heading == found.hardware.name else "right")
     for name in sorted(found.measured - {"name"}):
         here, there = figure(found.hardware, name), figure(found.before, name)
         table.add_row(name, *("none" if value is None else f"{value:g}" for value in (here, there)))
