@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +124,11 @@ class ParallelDims:
         stage, those of TP and CP included.
         """
         return self.tp * self.cp * self.data_parallel_size // self.ep
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Returns what divides a sequence: CP gives each rank two pieces, and SP cuts what a rank has."""
+        return math.lcm(self.tp * self.cp if self.sp else 1, 2 * self.cp if self.cp > 1 else 1)
 
     def flags(self) -> list[str]:
         """Returns Megatron's flags for these sizes; there is none for DP, which the number of ranks implies."""

@@ -73,6 +73,7 @@ def report_of(pp: int, vpp: int, name: str = "proj", microbatches: int = 0, **st
         unchecked_options=[],
         check="",
         hidden_size=32,
+        sent_width=32 if count > 1 else None,
         layers="layers",
         step=StepReport(
             **{"flags": StepFlags(), "hardware": None, "tokens": 1000.0, **step}, microbatches=microbatches

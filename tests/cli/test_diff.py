@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megasched.cli.page.compare import StepComparison
+from megasched.cli.output import report_console
+from megasched.cli.page.compare import StepComparison, print_comparison
 from megasched.cli.show.diff import Change, compare_reports, print_diff
+from megasched.cli.show.report_view import print_report
 from megasched.planner.hardware.hardware import load_hardware
 from megasched.planner.pipeline import Chunk
 from tests.cli.pages import page_of, predicted
@@ -82,6 +84,16 @@ def test_the_steps_of_both_follow_and_say_what_is_not_known(inspect, capsys):
         **{"name": "GPUs", "unit": "count", "first": 4, "second": 4},
         "difference": 0,
     }
+
+
+def test_brackets_of_names_are_no_markup(capsys):
+    hardware = replace(load_hardware("h100-80gb"), name="H100 [/rack] [big]")
+    page = page_of(1, 1, 4, prediction=predicted([[Chunk(1.0, 2.0)]]), hardware=hardware)
+    print_comparison(StepComparison(("run[/old].py", "s[new].py"), (page, page), 4), report_console())
+    print_report(page.report, report_console())
+    told = capsys.readouterr().out
+    assert "run[/old].py  s[new].py" in told
+    assert "predicted on H100 [/rack] [big]: step" in told
 
 
 def test_a_layout_that_can_not_be_predicted_or_does_not_fit_is_told():

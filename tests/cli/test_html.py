@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,12 @@ def test_layers_as_others_have_the_lines_of_all_inside():
     (first,) = [one for one in tree.iter("tr") if one.get("id") == "line-0-1"]
     assert [text_of(one) for one in first.iter("a")] == ["layers.0.mlp.proj", "layers.1.mlp"]
     assert "mlp as in layers.0 test_html.py:1" in text_of(tree.find(".//ul[@class='tree']"))
+
+
+def test_a_folder_whose_name_is_no_utf8_is_named_by_its_bytes(tmp_path):
+    page = page_of(1, 1, 1)
+    write_page(replace(page, report=replace(page.report, hf_model=os.fsdecode(b"m\xff"))), tmp_path / "page.html")
+    assert "<dd>m\\udcff</dd>" in (tmp_path / "page.html").read_text()
 
 
 def test_where_it_can_not_be_written(tmp_path):

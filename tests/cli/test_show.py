@@ -238,6 +238,16 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--cp", "2", "--seq-length", "62"], "--seq-length 62 is no multiple of 4: CP2 cuts each sequence into"),
+        (["--tp", "2", "--sp", "--seq-length", "63"], "--seq-length 63 is no multiple of 2: TP2 x SP cuts"),
+        (["--recompute-method", "block"], "--recompute-num-layers are for --recompute-granularity full"),
+        (
+            ["--diff", "--recompute-granularity selective --recompute-num-layers 2"],
+            "--recompute-num-layers are for --recompute-granularity full",
+        ),
+        (["--recompute-granularity", "full", "--recompute-method", "block"], "belong together"),
+        (["--ep", "2"], "--ep 2 does not divide the 1 ranks of a pipeline stage"),
+        (["--dp", "2", "--diff", "--ep 2 --dp 3"], "--ep 2 does not divide the 3 ranks of a pipeline stage"),
         (["--tp", "0"], "tensor_model_parallel_size is 0"),
         (["--gpu", "h100"], "--gpu h100: known are a100-80gb"),
         (["--vp", "2"], "need pipeline_model_parallel_size"),

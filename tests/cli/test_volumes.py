@@ -10,7 +10,7 @@ import torch
 
 from megasched.cli.show.report import inspect_schedule
 from megasched.cli.show.step import StepOptions
-from megasched.cli.show.volumes import Volume, describe_volumes
+from megasched.cli.show.volumes import Volume, describe_volumes, missing_note
 from megasched.definition.small_models.small_models import small_config
 from megasched.language.parallel_dims import ParallelDims
 from megasched.planner.groups import CONTEXT, EXPERT, TENSOR
@@ -45,13 +45,60 @@ def volumes(report):
         ("qwen3_next", {**SP2, "context_parallel_size": 2}),
         ("llama4_text", SP2),
         ("dbrx", SP2),
+        ("deepseek_v4", SP2),  # of four residual streams
+        ("xlnet", TP2),  # whose logits are gathered, with the padding of the vocabulary
     ],
 )
 def test_the_table_has_what_a_run_of_the_program_sends(tmp_path, family, layout):
     """Bytes and times over TP, CP and EP equal those that the planner counts as the scheduled modules run."""
     small_config(family).save_pretrained(tmp_path)
+    _compare(tmp_path, layout, StepOptions(wanted=True))
+
+
+def test_each_tensor_that_enters_a_region_is_sent(tmp_path):
+    """Two enter the shared layers of Zamba2, and the mixers that read what these make."""
+    small_config("zamba2").save_pretrained(tmp_path)
+    layout, step = ParallelDims(**SP2), StepOptions(wanted=True)
+    report = inspect_schedule("auto", str(tmp_path), layout, sequence_length=4 * TOKENS, step=step)
+    shown = sum(v.times for v in describe_volumes(report) if (v.op, v.phase) == ("all_gather", "forward"))
+    forward, _ = report.step.prediction.sent
+    assert shown == sum(times for one, times in forward.items() if one.operation == "allgather_base") == 11
+
+
+@pytest.mark.parametrize(("layout", "count"), [(TP2, None), (SP2, None), (TP2, 1)])
+def test_what_is_computed_again_is_sent_again(tmp_path, layout, count):
+    small_config("llama").save_pretrained(tmp_path)
+    flags = StepFlags(recompute_granularity="full", recompute_num_layers=count)
+    report = _compare(tmp_path, layout, StepOptions(flags))
+    again = [volume for volume in describe_volumes(report) if "computed again" in volume.what]
+    assert {(volume.group, volume.phase) for volume in again} == {("TP", "backward")}
+    assert sum(volume.times for volume in again) == (count or 4) * (3 if layout == SP2 else 1)
+
+
+@pytest.mark.parametrize("layout", [TP2, SP2])
+@pytest.mark.parametrize("adapted", ["self_attn.q_proj", "mlp.down_proj"])
+def test_no_backward_reaches_what_stands_before_the_first_adapter(tmp_path, layout, adapted):
+    small_config("llama").save_pretrained(tmp_path)
+    schedule = tmp_path / "lora.py"
+    schedule.write_text(
+        "from megasched.model_adapters.default_schedule import schedule as auto\n\n\n"
+        "def schedule(sch, layout):\n    auto(sch, layout)\n"
+        f"    for layer in sch['model.layers']:\n        layer['{adapted}'].adapt(rank=4)\n"
+    )
+    _compare(tmp_path, layout, StepOptions(wanted=True), str(schedule))
+
+
+def test_a_schedule_that_recomputes_sends_again(inspect):
+    plain, again = (
+        sum(volume.times for volume in describe_volumes(inspect(*lines, tp=2, sequence_length=TOKENS)))
+        for lines in ((), ('sch["model.layers.*"].checkpoint()',))
+    )
+    assert again == plain + 4
+
+
+def _compare(tmp_path, layout, step, schedule="auto"):
     report = inspect_schedule(
-        "auto", str(tmp_path), ParallelDims(**layout), sequence_length=4 * TOKENS, step=StepOptions(wanted=True)
+        schedule, str(tmp_path), ParallelDims(**layout), sequence_length=4 * TOKENS, step=step
     )
     shown: Counter[tuple[str, str, str, str]] = Counter()
     for volume in describe_volumes(report):
@@ -66,6 +113,25 @@ def test_the_table_has_what_a_run_of_the_program_sends(tmp_path, family, layout)
             measured[*key, "times"] += times
             measured[*key, "bytes"] += times * one.bytes
     assert shown == measured
+    return report
+
+
+@pytest.mark.parametrize(("family", "width"), [("gemma3n_text", 512), ("deepseek_v4", 260)])
+def test_stages_send_what_later_layers_read_too(tmp_path, family, width):
+    small_config(family).save_pretrained(tmp_path)
+    layout = ParallelDims(pipeline_model_parallel_size=2)
+    report = inspect_schedule("auto", str(tmp_path), layout, sequence_length=4 * TOKENS)
+    (sent, _) = [volume for volume in describe_volumes(report) if volume.group == "PP"]
+    assert sent.values == 4 * TOKENS * width
+
+
+def test_what_could_not_be_measured_is_said(inspect):
+    report = inspect(step=StepOptions(StepFlags("full")), sequence_length=TOKENS)
+    assert missing_note(replace(report, step=replace(report.step, why_not="it asks for values"))) == ""
+    layout = replace(report.layout, tensor_model_parallel_size=2, context_parallel_size=2)
+    report = replace(report, layout=layout, step=replace(report.step, why_not="it asks for values"))
+    told = "not known is what is sent over CP and as layers are computed again: it asks for values"
+    assert missing_note(report) == told
 
 
 def test_the_loss_of_logits_that_are_cut_sums_three_numbers_of_each_label(inspect):
@@ -130,7 +196,7 @@ def test_stages_send_the_hidden_state(inspect, sp, shared):
         Volume("PP", "hidden state to the next stage", "send", "forward", 3, values),
         Volume("PP", "its gradient to the stage before", "send", "backward", 3, values),
     ]
-    (unknown, _) = [v for v in describe_volumes(replace(report, hidden_size=None)) if v.group == "PP"]
+    (unknown, _) = [v for v in describe_volumes(replace(report, sent_width=None)) if v.group == "PP"]
     assert (unknown.values, unknown.bytes) == (None, None)
 
 

@@ -17,11 +17,12 @@ from megasched.cli.page.sources import Link, links_of, source_files
 from megasched.cli.show.fold import Node, fold
 from megasched.cli.show.module_view import classes, lines, places
 from megasched.cli.show.report import AUTO, ShowReport
-from megasched.cli.show.volumes import LEGEND
+from megasched.cli.show.volumes import LEGEND, missing_note
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.planner.memory import FILLED
 from megasched.planner.pipeline import in_flight
+from megasched.reading.files import printable
 from megasched.trace.timeline import Span
 
 TEMPLATE = "page.html.jinja"
@@ -64,7 +65,7 @@ def write_page(page: Page, path: Path, compared: StepComparison | None = None) -
         ConfigError: the file can't be written.
     """
     try:
-        write_whole(path, [render(page, compared)])
+        write_whole(path, [printable(render(page, compared))])
     except OSError as error:
         raise ConfigError(f"--html {path}: it can't be written: {error.strerror}") from error
 
@@ -102,6 +103,7 @@ def render(page: Page, compared: StepComparison | None = None) -> str:
         busy=list(_busy(page)),
         places=places,
         legend=LEGEND,
+        missing=missing_note(page.report),
         # Jinja's own tojson sorts and escapes for HTML; a script element ends at "</", and at nothing else.
         timeline=_script_safe(timeline_data(page.predicted, page.measured, page.unit)),
     )

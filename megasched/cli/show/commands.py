@@ -55,7 +55,9 @@ SeqLength = Annotated[
         show_default=False,
     ),
 ]
-VocabMultiple = Annotated[int, typer.Option(help="The vocabulary is padded to a multiple of this times TP.")]
+VocabMultiple = Annotated[
+    int, typer.Option(min=1, help="The vocabulary is padded to a multiple of this times TP.")
+]
 Diff = Annotated[
     str | None,
     typer.Option(

@@ -68,12 +68,13 @@ def transfers(
         # Where operations read the input of a region beside columns, columns may read another tensor.
         features = hidden_size if path in plan.tp_facts.needed_regions else None
         if not columns:  # what is whole inside reads the sequence of all ranks, as experts do
-            found[path] = [] if plan.in_block(path) else _of_whole_region(plan, path, features)
+            entering = 0 if plan.in_block(path) else _entering(plan, path)
+            found[path] = _of_whole_region(plan, path, features) * entering
             continue
         # They are found in the order in which a set has them, which differs between layers and runs.
         names = tuple(column[len(path) + 1 :] for column in sorted(columns, key=order.__getitem__))
         again = (path not in kept or plan.in_block(path)) and _gathers_again(plan, columns[0])
-        found[path] = _of_input(derived_syncs(plan, columns[0]), names, again, features)
+        found[path] = _of_input(derived_syncs(plan, columns[0]), names, again, features) * _entering(plan, path)
     for path in apart.values() if latent is not None else ():
         rotated = partial(Transfer, tensor="output", features=latent.qk_rope_head_dim)
         found[path] = [rotated("forward", "all_gather"), rotated("backward", "reduce_scatter")]
@@ -104,6 +105,11 @@ def _joined_columns(
         if columns[0] not in together:
             found[columns[0].rpartition(".")[0]] = columns
     return found
+
+
+def _entering(plan: Plan, path: str) -> int:
+    """Returns how many tensors enter a region; what linears alone read is one, in however many arguments."""
+    return len(plan.tp_facts.regions[path].slots) if path in plan.tp_facts.needed_regions else 1
 
 
 def _of_whole_region(plan: Plan, path: str, features: int | None) -> list[Transfer]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megasched.cli.show.report import AUTO
+from megasched.cli.show.report import AUTO, refuse_length
 from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.plan.decisions import Decision, decisions_of, fold_paths, without_rule
@@ -87,6 +87,7 @@ def explain_schedule(
     session = open_session(schedule, hf_model, layout, **asked)
     session.runs.with_lines = True
     if sequence_length is not None:
+        refuse_length(layout, sequence_length)
         session.runs.length = sequence_length  # the plan has to hold for it
     plan = session.plan
     decisions = decisions_of(plan, by_user=schedule != AUTO, only=only)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from megasched.cli.options import Cp, Dp, Ep, Pp, Sp, Tp, Vp, layout_of
+from megasched.errors import ConfigError
 from megasched.language.parallel_dims import Fp8, ParallelDims
 
 MicroBatchSize = Annotated[int, typer.Option(help="Sequences in one forward.")]
@@ -25,7 +26,7 @@ TpCommOverlap = Annotated[
     bool, typer.Option("--tp-comm-overlap", help="What Megatron's layers send over TP overlaps with products.")
 ]
 RecomputeGranularity = Annotated[
-    Literal["full", "selective"] | None, typer.Option(help="What a run computes again; for --html and --gpu.")
+    Literal["full", "selective"] | None, typer.Option(help="What a run computes again.")
 ]
 RecomputeMethod = Annotated[
     Literal["uniform", "block"] | None, typer.Option(help="All layers, or the first ones of each stage.")
@@ -66,6 +67,10 @@ class LayoutFlags:
         Raises:
             ConfigError: there is no such layout.
         """
+        ranks = self.tp * self.cp * self.dp
+        if ranks > 0 and self.ep > 0 and ranks % self.ep:
+            what = f"--ep {self.ep} does not divide the {ranks} ranks of a pipeline stage, which share out experts"
+            raise ConfigError(f"{what}: name all replicas with --dp (TP x CP x DP are these ranks)")
         return layout_of(
             *(self.tp, self.sp, self.pp, self.cp, self.ep),
             vp=self.vp,

@@ -36,6 +36,7 @@ class ParameterReport:
         transposed: whether the rank holds it transposed (HF ``Conv1D`` keeps [in, out], Megatron [out, in]).
         partial_gradient: whether each TP rank computes a part of its gradient, and the parts are summed.
         tied_to: full name of the parameter to which it is tied; None for a parameter of its own.
+        trained: whether it gets a gradient.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterReport:
     transposed: bool = False
     partial_gradient: bool = False
     tied_to: str | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class _View:
             placement.transposed,
             placement.tp_gradient == "partial" and self.tp > 1 and held.requires_grad,
             canonical if canonical != full else None,
+            held.requires_grad,
         )
 
     def _notes(self, path: str, module: nn.Module, kind: Kind) -> list[str]:

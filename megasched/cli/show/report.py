@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from megasched.analysis.analysis_cache import USUAL_LENGTH, usual_length
+from megasched.analysis.stages.shapes import Shape
 from megasched.cli.output import BYTES_16_BITS
-from megasched.cli.show.modules import CUT, ModuleReport, describe_modules, hidden_size
+from megasched.cli.show.modules import CUT, ModuleReport, describe_modules
 from megasched.cli.show.step import StepOptions, StepReport, describe_step
-from megasched.errors import ScheduleError
+from megasched.errors import ConfigError, ScheduleError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.records import Record
 from megasched.planner.measure.parameter_counts import ParameterCounts
@@ -46,7 +48,8 @@ class ShowReport:
         unverified: why a run would need ``--allow-unverified``; empty where it does not.
         unchecked_options: fields of the config by which the class may take another path than when it was checked.
         check: the command that would check these options.
-        hidden_size: width of the hidden state; None where the config does not say.
+        hidden_size: width of the hidden state between layers, of all its streams; None where that is not known.
+        sent_width: width of what pipeline stages send each other, which may be more; None without stages.
         layers: path of the list of layers.
         step: what a step costs.
     """
@@ -65,8 +68,14 @@ class ShowReport:
     unchecked_options: list[str]
     check: str
     hidden_size: int | None
+    sent_width: int | None
     layers: str
     step: StepReport
+
+    @property
+    def recomputes(self) -> bool:
+        """Returns whether anything is computed again in the backward pass."""
+        return self.step.flags.recompute_granularity is not None or any(one.recompute for one in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON, with the records as text."""
@@ -113,10 +122,9 @@ def inspect_schedule(
     """
     asked: dict[str, Any] = {"overrides": overrides, "trust_remote_code": trust_remote_code}
     asked |= {"objective": objective, "adapter": adapter}
-    session = open_session(
-        schedule, hf_model, layout, make_vocab_size_divisible_by=make_vocab_size_divisible_by, **asked
-    )
-    sequence_length = sequence_length or _default_length(session)
+    padded = {"make_vocab_size_divisible_by": make_vocab_size_divisible_by}
+    session = open_session(schedule, hf_model, layout, **padded, **asked)
+    sequence_length = _length(session, sequence_length)
     session.freeze_unreached(layout.micro_batch_size, sequence_length)
     session.runs.length = sequence_length  # the plan has to hold for it
     _name_sources(session, schedule)
@@ -137,10 +145,55 @@ def inspect_schedule(
         unverified(session.definition, layout, load_matrix()["types"]),
         unchecked_options(session.definition),
         verify_command(schedule, hf_model, layout, **asked),
-        hidden_size(session),
+        _width(structure.hidden),
+        _sent_width(session, stages, sequence_length),
         structure.layers,
         describe_step(session, step, sequence_length),
     )
+
+
+def _length(session: Session, asked: int | None) -> int:
+    """Returns the tokens in a sequence; by default as many as the model and the layout take.
+
+    Raises:
+        ConfigError: a run at this layout would refuse as many as were asked for.
+    """
+    layout = session.plan.layout
+    if asked is not None:
+        refuse_length(layout, asked)
+        return asked
+    usual = _default_length(session)
+    return usual - usual % layout.sequence_multiple or layout.sequence_multiple
+
+
+def refuse_length(layout: ParallelDims, length: int) -> None:
+    """Refuses sequences that a run at this layout would.
+
+    Raises:
+        ConfigError: it can't cut them.
+    """
+    if length % layout.sequence_multiple:
+        what = f"--seq-length {length} is no multiple of {layout.sequence_multiple}"
+        raise ConfigError(f"{what}: {layout} cuts each sequence into that many parts")
+
+
+def _width(hidden: Shape) -> int | None:
+    fixed = hidden.dims[:1] == ("b",) and "s" not in hidden.dims  # a number of positions, as of an image
+    features = [size for size in hidden.dims[2 if fixed else 0 :] if isinstance(size, int)]
+    return math.prod(features) if features else None
+
+
+def _sent_width(session: Session, stages: Sequence[StageReport], length: int) -> int | None:
+    """Returns the width of what stages send in bf16; None of a single stage.
+
+    Raises:
+        ScheduleError: more has to cross than this layout can carry.
+    """
+    cuts = [stage.start for stage in stages[1:]]
+    if not cuts:
+        return None
+    batch = session.plan.layout.micro_batch_size, length
+    return session.sent_width(session.packing(cuts, torch.bfloat16, batch))
 
 
 def _default_length(session: Session) -> int:

@@ -25,7 +25,8 @@ from megasched.cli.show.layout_flags import LayoutFlags
 from megasched.cli.show.module_view import ModuleLines, lines, places
 from megasched.cli.show.report import AUTO, ShowReport, StageReport, inspect_schedule
 from megasched.cli.show.step import sequences_of, step_line, step_options
-from megasched.cli.show.volumes import describe_volumes, volume_table
+from megasched.cli.show.volumes import describe_volumes, missing_note, volume_table
+from megasched.errors import ConfigError
 from megasched.json_output import json_only, print_json
 from megasched.language.records import save_records
 from megasched.planner.predict import StepFlags
@@ -103,7 +104,16 @@ def _print_one(report: ShowReport, *, as_json: bool) -> None:
 
 
 def _step_flags(flags: LayoutFlags) -> StepFlags:
-    """Returns what the flags say of a step beside its layout."""
+    """Returns what the flags say of a step beside its layout.
+
+    Raises:
+        ConfigError: Megatron refuses the flags of recompute together.
+    """
+    method, number = flags.recompute_method, flags.recompute_num_layers
+    if (method or number) and flags.recompute_granularity != "full":
+        raise ConfigError("--recompute-method and --recompute-num-layers are for --recompute-granularity full")
+    if (method == "block" and number is None) or (method is None and number is not None):
+        raise ConfigError("--recompute-method block and --recompute-num-layers belong together: how many, which")
     count = flags.recompute_num_layers if flags.recompute_method == "block" else None
     sharded, in_bf16 = flags.use_distributed_optimizer, flags.grad_reduce_in_bf16
     return StepFlags(flags.recompute_granularity, count, sharded, in_bf16)
@@ -141,9 +151,11 @@ def print_report(report: ShowReport, console: Console) -> None:
         console.print(
             Text("sent for one micro-batch, over DP for one step; --html and --json have it by module", "dim")
         )
+    if note := missing_note(report):
+        console.print(Text(note, "yellow"))
     if line := step_line(report.step):
         console.print()
-        console.print(line)
+        console.print(Text(line))
     for doubt in report.unverified:
         console.print(Text(f"not known to be right, a run would need --allow-unverified: {doubt}", "yellow"))
     if report.unchecked_options:

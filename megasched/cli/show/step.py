@@ -96,13 +96,14 @@ class StepReport:
 
 
 def describe_step(session: Session, options: StepOptions, sequence_length: int) -> StepReport:
-    """Describes a step of a session, and predicts it where that was asked for or CP or EP send something."""
+    """Describes a step of a session, and predicts it if asked to, or if shapes do not tell what is sent."""
     layout = session.plan.layout
     count = options.microbatches or MICROBATCHES_A_RANK * layout.pp
     sequences = count * layout.micro_batch_size * layout.data_parallel_size
     tokens = sequences * sequence_length / layout.world_size
     given = options.flags, options.hardware, count, tokens
-    if not options.wanted and layout.cp == layout.ep == 1:
+    recomputes = options.flags.recompute_granularity is not None or bool(session.plan.records_of("checkpoint"))
+    if not options.wanted and layout.cp == layout.ep == 1 and not (recomputes and layout.tp > 1):
         return StepReport(*given)
     try:
         prediction = predict(

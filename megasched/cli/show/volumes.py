@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from megasched.cli.output import BYTES_16_BITS, format_bytes
 from megasched.cli.show.communication import Transfer
 from megasched.cli.show.modules import ModuleReport, ParameterReport
 from megasched.cli.show.report import ShowReport
-from megasched.planner.groups import CONTEXT, EXPERT, EXPERT_DATA
+from megasched.planner.groups import CONTEXT, EXPERT, EXPERT_DATA, TENSOR
 from megasched.planner.measure.parameter_counts import Count
 from megasched.planner.replicas import gradient_transfers, parameter_transfers
 from megasched.printing.tables import plain_table
@@ -68,10 +69,10 @@ class Volume:
 
 def describe_volumes(report: ShowReport) -> list[Volume]:
     """Returns what is sent over the groups of TP, CP, PP, EP and DP."""
+    of_tensors = [*_tensor_parallel(report), *_partial_gradients(report), *_sequence_parallel(report)]
     return [
-        *_tensor_parallel(report),
-        *_partial_gradients(report),
-        *_sequence_parallel(report),
+        *of_tensors,
+        *_computed_again(report, of_tensors),
         *_measured(report, CONTEXT, "CP", "other ranks' parts of sequences"),
         *_pipeline(report),
         *_measured(report, EXPERT, "EP", "pairs of token and expert"),
@@ -97,8 +98,12 @@ def volume_table(volumes: list[Volume]) -> Table:
 def _tensor_parallel(report: ShowReport) -> list[Volume]:
     modules = {module.path: module for module in report.modules}
     counts: dict[tuple[str, Transfer, int | None], int] = {}
+    frozen = _frozen_first(report)
     for module in report.modules:
-        for transfer in (one for one in module.transfers if one.op != "scatter"):  # which sends nothing
+        backward = module.path not in frozen
+        for transfer in module.transfers:
+            if transfer.op == "scatter" or not (backward or transfer.phase == "forward"):  # which sends nothing
+                continue
             features = _features(modules, module, transfer)
             ranks = report.layout.cp if transfer.of_sequences else 1
             values = None if features is None else features * _tokens(report) * ranks
@@ -110,6 +115,13 @@ def _tensor_parallel(report: ShowReport) -> list[Volume]:
         )
         for (what, transfer, values), times in counts.items()
     ]
+
+
+def _frozen_first(report: ShowReport) -> set[str]:
+    """Returns the modules that no backward pass reaches: those of the first stage up to what is trained there."""
+    first = (module for module in report.modules if module.stages[:1] in ((), (0,)))
+    before = takewhile(lambda module: not any(one.trained for one in module.parameters), first)
+    return {module.path for module in before}
 
 
 def _partial_gradients(report: ShowReport) -> Iterator[Volume]:
@@ -145,9 +157,12 @@ def _features(modules: dict[str, ModuleReport], module: ModuleReport, transfer: 
 
 
 def _sides(weight: ParameterReport, embedding: bool) -> tuple[int, int]:
-    """Returns (in, out) of a weight, which HF keeps as [out, in], but ``Conv1D`` and embeddings as [in, out]."""
+    """Returns (in, out) of a weight, which HF keeps as [out, in], but ``Conv1D`` and embeddings as [in, out].
+
+    Of a head that is padded, the padding is sent, too.
+    """
     first, second = weight.shape
-    return (first, second) if embedding or weight.transposed else (second, first)
+    return (first, second) if embedding or weight.transposed else (second, weight.padded or first)
 
 
 def _sequence_parallel(report: ShowReport) -> Iterator[Volume]:
@@ -157,16 +172,48 @@ def _sequence_parallel(report: ShowReport) -> Iterator[Volume]:
         values = report.hidden_size and _tokens(report) * report.hidden_size
         what = f"{report.layers}: hidden state"
         yield Volume("TP", f"{what}, whole again after the last", "all_gather", "forward", called[-1], values)
-        yield Volume("TP", f"{what}, cut before the first", "all_gather", "backward", called[0], values)
+        layer = next(module.path for module in report.modules if module.path.rpartition(".")[0] == report.layers)
+        if layer not in _frozen_first(report):
+            yield Volume("TP", f"{what}, cut before the first", "all_gather", "backward", called[0], values)
 
 
 def _pipeline(report: ShowReport) -> Iterator[Volume]:
     borders = len(report.stages) - 1
-    values = report.hidden_size and _tokens(report) * report.hidden_size
+    values = report.sent_width and _tokens(report) * report.sent_width
     values = values // report.layout.tp if values and report.layout.sp else values
     if report.layout.pp > 1:
         yield Volume("PP", "hidden state to the next stage", "send", "forward", borders, values)
         yield Volume("PP", "its gradient to the stage before", "send", "backward", borders, values)
+
+
+def _computed_again(report: ShowReport, told: Sequence[Volume]) -> Iterator[Volume]:
+    """Yields what layers send once more as they are computed again: the rest of what the planner has measured.
+
+    torch stops where nothing more is needed, so that the shapes do not tell which operations are repeated.
+    """
+    if report.step.prediction is None or not report.recomputes:
+        return
+    rest = Counter[tuple[str, int | None, int]]()
+    for one, times in report.step.prediction.sent[1].items():
+        if one.group == TENSOR:
+            rest[_OPERATIONS[one.operation], one.values, one.itemsize] += times
+    for volume in told:
+        if volume.phase == "backward":
+            rest[volume.op, volume.values, volume.value_bytes] -= volume.times
+    for (op, values, size), times in (+rest).items():
+        yield Volume(
+            "TP", f"{report.layers}.*: once more, as it is computed again", op, "backward", times, values, size
+        )
+
+
+def missing_note(report: ShowReport) -> str:
+    """Returns what the table lacks because it could not be measured, and why; empty where nothing is missing."""
+    layout = report.layout
+    missing = [f"over {name}" for name, ranks in (("CP", layout.cp), ("EP", layout.ep)) if ranks > 1]
+    missing += ["as layers are computed again"] if report.recomputes and layout.tp > 1 else []
+    if not report.step.why_not or not missing:
+        return ""
+    return f"not known is what is sent {' and '.join(missing)}: {report.step.why_not}"
 
 
 def _measured(report: ShowReport, group: str, over: Literal["CP", "EP"], what: str) -> Iterator[Volume]:
