@@ -157,7 +157,7 @@ MUTATIONS = {
     "random_states": Mutation(
         "another dropout mask in the recomputed forward",
         "megasched/layers/recompute/recompute.py",
-        "            tracker.set_states(self.states)\n",
+        "            tracker.set_states(_copied(self.states))\n",
         "            pass\n",
         ("tests/language/test_fork_rng.py", "tests/language/test_checkpoint.py"),
     ),
