@@ -21,6 +21,7 @@ from megasched.graph.edits import replacement_problem
 from megasched.graph.intercept import Limits
 from megasched.graph.partition import Edit, ExtractedSubgraph
 from megasched.graph.traced import TracedModule, trace_module
+from megasched.language.module_paths import is_within
 from megasched.language.records import Record
 from megasched.language.subgraph import Subgraph
 from megasched.layers.build_context import BuildContext
@@ -41,7 +42,7 @@ def traced_paths(plan: Plan) -> Callable[[str], bool]:
     Its code must stay the definition's.
     """
     traced = traced_modules(plan)
-    return lambda path: any(not around or path == around or path.startswith(around + ".") for around in traced)
+    return lambda path: any(is_within(path, around) for around in traced)
 
 
 def trace_modules(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:

@@ -124,15 +124,17 @@ def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
     refuse_loops(session)
     largest = min(job.gpus, job.hardware.gpus_per_node)
     for tp, ep in itertools.product(_powers(largest), _powers(_experts(session))):
-        pieces = math.lcm(tp * cp, 2 * cp if cp > 1 else 1)  # CP gives each rank two, SP cuts what a rank has
-        if job.gpus % (tp * cp) == 0 and job.gpus % ep == 0 and job.sequence_length % pieces == 0:
-            yield ParallelDims(
-                tensor_model_parallel_size=tp,
-                sequence_parallel=tp > 1,
-                context_parallel_size=cp,
-                expert_model_parallel_size=ep,
-                fp8=job.fp8,
-            )
+        if job.gpus % (tp * cp) or job.gpus % ep:
+            continue
+        dims = ParallelDims(
+            tensor_model_parallel_size=tp,
+            sequence_parallel=tp > 1,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            fp8=job.fp8,
+        )
+        if job.sequence_length % dims.sequence_multiple == 0:
+            yield dims
 
 
 def _experts(session: Session) -> int:

@@ -19,6 +19,7 @@ from megasched.analysis.stages.loss_labels import LossForm, LossLabels
 from megasched.analysis.stages.output_refs import OutputRef, StageInput
 from megasched.analysis.stages.shapes import SIZES, Shape
 from megasched.analysis.stages.trial_inputs import inputs_of
+from megasched.language.module_paths import is_within
 
 _UNKNOWN = Shape((), torch.float32)  # until it is learnt
 
@@ -175,7 +176,7 @@ class LayerStack:
 
     def holds_layers(self, path: str) -> bool:
         """Returns whether the module at ``path`` is around the layers."""
-        return not path or self.layers.startswith(f"{path}.") or path == self.layers
+        return is_within(self.layers, path)
 
     def index_of(self, path: str) -> int | None:
         """Returns the index of the layer that the module at ``path`` is or lies in; None outside the layers."""

@@ -27,6 +27,7 @@ from megasched.analysis.recording.sites import Site, running_lines
 from megasched.analysis.recording.tape import Operation
 from megasched.analysis.trials.choices import counterparts
 from megasched.errors import ScheduleError
+from megasched.language.module_paths import is_within
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _ReachRun(ScalarAnswers):
         return path
 
     def _asked_in(self, path: str) -> bool:
-        return any(not path or asked == path or asked.startswith(f"{path}.") for asked in self._asked)
+        return any(is_within(asked, path) for asked in self._asked)
 
 
 def _roots(output: Any, with_loss: bool) -> list[torch.Tensor]:
