@@ -227,6 +227,7 @@ def test_what_a_third_party_does_not_say_is_safe():
         "survives_replacement": False,
         "of_weights": False,
         "of_definition": False,
+        "acts_on_calls": False,
         "keeps_product": False,
         "on_megatron_module": True,
         "inside_megatron_module": False,

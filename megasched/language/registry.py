@@ -82,6 +82,8 @@ class Primitive:
         survives_replacement: the record is also valid on a module that replacements take away; others are refused.
         of_weights: a call is about the module's own parameters, and holds where a replacement puts them.
         of_definition: a call can't be made on a module that a replacement brings in.
+        acts_on_calls: it changes or watches what happens when the module is called, so that it is refused on one
+            whose class has no forward, such as a ``ModuleList``; unless it is about a sub-graph.
         keeps_product: a column linear still computes the matrix product of the definition, so that one product may
             compute it together with others.
         on_megatron_module: a call on a module is carried out on Megatron's own module that replaces it.
@@ -106,6 +108,7 @@ class Primitive:
     survives_replacement: ClassVar[bool] = False
     of_weights: ClassVar[bool] = False
     of_definition: ClassVar[bool] = False
+    acts_on_calls: ClassVar[bool] = False
     keeps_product: ClassVar[bool] = False
     on_megatron_module: ClassVar[bool] = True
     inside_megatron_module: ClassVar[bool] = False

@@ -88,6 +88,8 @@ def _check_record(schedule: Schedule, record: Record, modules: Mapping[str, nn.M
     if standing is None and not primitive.survives_replacement:
         what = f"{record.primitive}: there is no such module any more after the replacements"
         return [Problem(what, record.path, record.source, "call it on a module that stays")]
+    if problem := _acts_on_no_call(record, standing):
+        return [problem]
     if (
         "subgraph" in record.arguments
         and record.path in schedule.root
@@ -108,6 +110,16 @@ def _check_record(schedule: Schedule, record: Record, modules: Mapping[str, nn.M
     if problems and primitive.survives_replacement and record.path in schedule.root:
         return check_call(schedule.root[record.path], record)
     return problems
+
+
+def _acts_on_no_call(record: Record, standing: nn.Module | None) -> Problem | None:
+    """Returns a problem if a call is about the calls of a module that nobody can call."""
+    acts = get_primitive(record.primitive).acts_on_calls and "subgraph" not in record.arguments
+    if not acts or standing is None or getattr(standing.forward, "__func__", None) is not nn.Module.forward:
+        return None
+    what = f"{record.primitive}: {type(standing).__name__} has no forward, so that nothing would come of it"
+    remedy = f'call it on what is in it, e.g. sch["{record.path}.*"].{record.primitive}(...)'
+    return Problem(what, record.path, record.source, remedy)
 
 
 def _edit_of_replaced(schedule: Schedule, record: Record, modules: Mapping[str, nn.Module]) -> Problem | None:

@@ -6,6 +6,7 @@ from torch import nn
 
 import megasched
 from megasched import ParallelDims, ScheduleError
+from megasched.language import registry
 from megasched.verify.ranks.pool import init_megatron
 from tests.lowering.models import Mlp, randomize
 
@@ -31,6 +32,54 @@ def test_a_parameter_that_does_not_exist():
         ("up", "Linear has no parameter 'kernel'", "its parameters are: weight, bias"),
         ("act", "GELU has no parameter 'weight'", "it has no parameters of its own"),
     ]
+
+
+CALLS = {
+    "checkpoint": lambda node: node.checkpoint(),
+    "fork_rng": lambda node: node.fork_rng(),
+    "hook": lambda node: node.hook("fw_post", lambda module, inputs, output: None),
+    "probe": lambda node: node.probe(),
+    "sync": lambda node: node.sync("fwd_post", "all_reduce"),
+}
+
+
+class Listed(nn.Module):
+    """Holds modules in containers, and calls those in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(), Mlp()])
+        self.named = nn.ModuleDict({"a": Mlp()})
+        self.in_turn = nn.Sequential(Mlp())
+
+    def forward(self, x):
+        for layer in (*self.layers, *self.named.values()):
+            x = layer(x)
+        return self.in_turn(x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_on_a_module_that_nobody_calls(name):
+    """A list of layers has no forward: what is asked of its calls would never happen."""
+    primitive = registry.get_primitive(name)
+    assert primitive.acts_on_calls
+    with pytest.raises(ScheduleError) as raised:
+        build(
+            Listed(), lambda sch: [CALLS[name](sch[path]) for path in ("layers", "named", "in_turn", "layers.*")]
+        )
+    assert [(p.module, p.what, p.remedy) for p in raised.value.problems] == [
+        (
+            path,
+            f"{name}: {kind} has no forward, so that nothing would come of it",
+            f'call it on what is in it, e.g. sch["{path}.*"].{name}(...)',
+        )
+        for path, kind in [("layers", "ModuleList"), ("named", "ModuleDict")]
+    ]
+
+
+def test_each_primitive_that_acts_on_calls_is_looked_at():
+    named = registry.list_primitives(name_only=True)
+    assert {name for name in named if registry.get_primitive(name).acts_on_calls} == CALLS.keys()
 
 
 class Tied(nn.Module):

@@ -30,6 +30,7 @@ class Checkpoint(Primitive):
     """
 
     name = "checkpoint"
+    acts_on_calls = True
     one_call_in_graph = "always"
     takes_subgraph = True
     runs_code_again = True

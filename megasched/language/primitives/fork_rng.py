@@ -20,6 +20,7 @@ class ForkRng(Primitive):
     """
 
     name = "fork_rng"
+    acts_on_calls = True
     one_call_in_graph = "always"
 
     def record(self, node: Node) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ class Hook(Primitive):
     """
 
     name = "hook"
+    acts_on_calls = True
     one_call_in_graph = "always"
 
     def record(self, node: Node, mode: str, fn: Callable[..., Any]) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ class Probe(Primitive):
 
     name = "probe"
     aliases = ("print",)
+    acts_on_calls = True
     one_call_in_graph = "always"
 
     def record(self, node: Node, label: str = "", every: int = 1) -> Mapping[str, Any]:

@@ -47,6 +47,7 @@ class Sync(Primitive):
 
     name = "sync"
     of_weights = True
+    acts_on_calls = True
     one_call_in_graph = "unless sharded"  # the layer of a sharded module does what is asked
 
     def record(
