@@ -20,18 +20,17 @@ from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
 from megasched.graph import opaque
 from megasched.language.tensor_types import ShardDim
+from megasched.layers.batch import HasBatch
 from megasched.layers.te.attention import TeCpArgs
 from megasched.layers.wrap import Forward, wrap_forward
 
 
-class CpGroup:
+class CpGroup(HasBatch):
     """Represents the ranks that share a sequence, and exchanges tensors between them.
 
     Attributes:
         group: Megatron's CP group.
         zigzag: this rank's part of the sequence.
-        batch: number of sequences in the current batch, which some definitions flatten with the tokens; set by the
-            caller of the model.
     """
 
     def __init__(self, group: Any, *, whole_loss: bool = False) -> None:
@@ -41,9 +40,9 @@ class CpGroup:
             whole_loss: each rank computes the whole loss, not that of its part of the sequence, so that what is
                 gathered for it gets its whole gradient on every rank.
         """
+        super().__init__()
         self.group, self._whole_loss = group, whole_loss
         self.zigzag = Zigzag(group.size(), group.rank())
-        self.batch = 1
 
     def gather(self, part: torch.Tensor, along: ShardDim) -> torch.Tensor:
         """Gathers a tensor that is split along the sequence, and returns it whole, in the order of the sequence.

@@ -8,18 +8,12 @@ import torch
 from torch import nn
 
 from megasched.analysis.stages.hidden_state import HiddenStateArg
+from megasched.layers.batch import HasBatch
 from megasched.layers.wrap import Forward, wrap_forward
 
 
-class Tokens:
-    """Converts the shapes of tokens that definitions pass to linears: [b, s, h], [b, s, ..., h] or [b*s, h].
-
-    Attributes:
-        batch: number of sequences in the current forward, which flattened tokens do not show.
-    """
-
-    def __init__(self) -> None:
-        self.batch = 1
+class Tokens(HasBatch):
+    """Converts the shapes of tokens that definitions pass to linears: [b, s, h], [b, s, ..., h] or [b*s, h]."""
 
     def sequence_first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [s, b, h]; dimensions between s and h are merged into b."""

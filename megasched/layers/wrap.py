@@ -70,17 +70,11 @@ def draw_forked(module: nn.Module) -> None:
     wrap_forward(module, wrapper)
 
 
-def _of_batch(tokens: Any, batch: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    tokens.batch = batch
-    return forward(*args, **kwargs)
-
-
-def recompute_module(module: nn.Module, path: str, tokens: Any = None) -> None:
+def recompute_module(module: nn.Module, path: str) -> None:
     """Makes the module recompute its activations in the backward pass of training; a second call has no effect.
 
     Args:
         path: path of the module, for messages.
-        tokens: the ``Tokens`` of its linears, whose batch by then may be that of a later forward.
     """
     if getattr(module, "megasched_recomputed", False):
         return
@@ -91,8 +85,7 @@ def recompute_module(module: nn.Module, path: str, tokens: Any = None) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            again = forward if tokens is None else functools.partial(_of_batch, tokens, tokens.batch, forward)
-            return recompute_call(kept, again, args, kwargs)
+            return recompute_call(kept, forward, args, kwargs)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             return opaque.call("recompute", run, *args, **kwargs)  # as above

@@ -31,7 +31,7 @@ from megasched.lowering.probe import probe_module
 def _checkpoint(module: nn.Module, record: Record, context: BuildContext) -> None:
     if "subgraph" in record.arguments:  # a part of a module is done in its graph (graphs.py)
         return
-    recompute_module(module, record.path, context.tokens)
+    recompute_module(module, record.path)
     if "order_args_fn" in record.arguments:
         wrap_forward(module, partial(_in_the_same_order, module, record))
 

@@ -233,10 +233,10 @@ def test_what_is_built_where_no_gradients_are_taken_trains(ranks, mode):
     assert ranks.run(2, _built_without_gradients, mode) == [{}] * 2
 
 
-def _recomputed_after_another_batch():
+def _recomputed_after_another_batch(fill):
     init_megatron(tp=2)
     model = tiny_model("opt")  # its MLP takes the tokens of all sequences as one row
-    built, plan, _ = scheduled_copy(model, _recomputed, sequence_parallel=True)
+    built, plan, _ = scheduled_copy(model, fill, sequence_parallel=True)
     for each in (model, built):
         calls = [each(input_ids=ids, labels=ids).loss for ids in (token_ids(4, 8), token_ids(2, 16))]
         sum(calls).backward()
@@ -248,5 +248,14 @@ def _recomputed(sch):
     sch["model.decoder.layers.*"].checkpoint()
 
 
-def test_a_batch_is_recomputed_after_another_was_called(ranks):
-    assert ranks.run(2, _recomputed_after_another_batch) == [{}] * 2
+def _recomputed_in_a_graph(sch):
+    auto(sch)
+    for layer in sch["model.decoder.layers"]:
+        layer.trace()
+        for each in layer.find("fc1|fc2"):
+            layer.checkpoint(each)
+
+
+@pytest.mark.parametrize("fill", [_recomputed, _recomputed_in_a_graph])
+def test_a_batch_is_recomputed_after_another_was_called(ranks, fill):
+    assert ranks.run(2, _recomputed_after_another_batch, fill) == [{}] * 2

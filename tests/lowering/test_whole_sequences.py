@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.masking_utils import find_packed_sequence_indices
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megasched
 from megasched.attributes import resolve
@@ -231,3 +232,41 @@ def test_verify_compares_it_and_finds_what_is_wrong(ranks):
     assert [one.verdict for one in found] == ["equal", "wrong"], [one.why for one in found]
     assert found[1].finding.where == "model.layers.1.mlp"
     assert found[1].finding.error == pytest.approx(0.01, rel=1e-3)
+
+
+class Sums(nn.Module):
+    """Sums over the tokens before each, of sequences that stand one behind the other: [b*s, h] -> [b*s, h]."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, tokens, batch):
+        return self.proj(tokens.unflatten(0, (batch, -1)).cumsum(1).flatten(0, 1) / 8)
+
+
+class Flattening(LlamaDecoderLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.sums = Sums()
+
+    def forward(self, hidden_states, **kwargs):
+        x = super().forward(hidden_states, **kwargs)
+        return x + self.sums(x.flatten(0, 1), x.shape[0]).view_as(x)
+
+
+def _recomputed_after_another_batch():
+    init_megatron(cp=2)
+    model = tiny_model("llama")
+    torch.manual_seed(1)
+    model.model.layers[0] = Flattening(model.config, 0)
+    built, plan, _ = scheduled_copy(model, _recomputed)
+    region = plan.cp_facts.regions["model.layers.0.sums"]
+    assert all(along.outer > 1 for places in region for along in places.values())
+    for each in (model, built):
+        sum(each(input_ids=ids, labels=ids).loss for ids in (token_ids(4, 8), token_ids(2, 16))).backward()
+    return too_far(compare_gradients(built, plan, model))
+
+
+def test_a_batch_is_recomputed_after_another_was_called(ranks):
+    assert ranks.run(2, _recomputed_after_another_batch) == [{}, {}]

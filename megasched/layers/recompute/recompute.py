@@ -12,13 +12,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megasched.layers import rng
+from megasched.layers.batch import HasBatch, batches, with_batches
 from megasched.layers.recompute.kept_state import KeptState, StateBefore
 
 
 class _Snapshot:
     """Saves state at the start of the first forward, and restores it for the second.
 
-    It holds Megatron's tracked RNG states, and the state that a module's code keeps.
+    It holds Megatron's tracked RNG states, the state that a module's code keeps, and how many sequences there are.
     """
 
     def __init__(self, kept: KeptState | None) -> None:
@@ -26,12 +27,13 @@ class _Snapshot:
         self.before: StateBefore | None = None
         self.states: dict[str, Any] | None = None
         self.forked = False
+        self.batches: dict[HasBatch, int] = {}
 
     @contextmanager
     def first(self) -> Iterator[None]:
         tracker = _tracker()
         self.states = _copied(tracker.get_states()) if tracker is not None else None
-        self.forked = rng.forked()
+        self.forked, self.batches = rng.forked(), batches()
         self.before = None if self.kept is None else self.kept.before()
         yield
         if self.before is not None:
@@ -45,7 +47,8 @@ class _Snapshot:
         if tracker is not None and self.states is not None:
             tracker.set_states(_copied(self.states))
         try:
-            with _unlogged(), nullcontext() if self.before is None else self.before.again():
+            again = nullcontext() if self.before is None else self.before.again()
+            with _unlogged(), with_batches(self.batches), again:
                 yield
         finally:
             rng.set_forked(kept_forked)
