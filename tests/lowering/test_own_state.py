@@ -218,6 +218,26 @@ def test_what_torchs_own_code_reads_without_gradients_stays_whole(ranks):
     assert ranks.run(2, _encoder) == [({"layer.linear1": why, "layer.linear2": why}, [True, True])] * 2
 
 
+def _evaluated_before(mode):
+    init_megatron(tp=2)
+    model, ids = tiny_model("opt"), token_ids()
+    built, plan, _ = scheduled_copy(model, auto, sequence_parallel=True)
+    found = {}
+    for step in range(2):
+        with mode():
+            losses = [each(input_ids=ids, labels=ids).loss for each in (built, model)]
+        found[f"loss {step}"] = distance(*losses)
+        for each in (built, model):
+            each(input_ids=ids, labels=ids).loss.backward()
+    return too_far(found | compare_gradients(built, plan, model))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_evaluated_first_trains(ranks, mode):
+    """Megatron keeps the buffers that it gathers into, also those of an evaluation."""
+    assert ranks.run(2, _evaluated_before, mode) == [{}] * 2
+
+
 def _built_without_gradients(mode):
     init_megatron(tp=2)
     ids, model, built = token_ids(), tiny_model("llama"), tiny_model("llama")

@@ -7,6 +7,8 @@ linear is the same, and cuBLAS adds the bias as it writes the product.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +36,22 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         return F.linear(input, weight, bias)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     forward = linear_with_grad_accumulation_and_async_allreduce if trained else linear_with_frozen_weight
-    return forward(input, weight, bias, **options)
+    with _buffers_to_keep():
+        return forward(input, weight, bias, **options)
+
+
+@contextmanager
+def _buffers_to_keep() -> Iterator[None]:
+    """Runs its body, which may make a buffer of Megatron's, so that training can write to it later.
+
+    Megatron keeps what it gathers into (``GlobalMemoryBuffer``, ``core/utils.py``). What is made in
+    ``torch.inference_mode`` can't be written to outside of it.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
