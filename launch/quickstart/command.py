@@ -27,6 +27,7 @@ from megasched.launch.quickstart.corpus import prepare_corpus, write_tokenizer
 from megasched.launch.quickstart.run_plan import Plan
 from megasched.launch.status.training_log import TrainingLog
 from megasched.launch.watched_run import INTERRUPTED, run_watched, tail
+from megasched.printing.console import plain_console
 from megasched.printing.shell_command import python, shell_command, short_path
 
 if TYPE_CHECKING:
@@ -53,13 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: there is no Python source to train on, or matplotlib is missing.
     """
-    from rich.console import Console
-
     args = _parser().parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the loss curve is drawn by matplotlib: pip install 'megasched[quickstart]'")
     # What goes on is not what was asked for with --json.
-    console = Console(highlight=False, stderr=args.json)
+    console = plain_console(stderr=args.json)
     plan = run_plan.detect_plan()
     with quiet_imports():
         run_folder, prepared = _prepare(args, plan, partial(console.print, soft_wrap=True))
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print_json(prepared)
         else:
-            console.print(prepared["script"], soft_wrap=True, markup=False)
+            console.print(prepared["script"], soft_wrap=True)
         return 0
     run_folder.mkdir()
     (run_folder / "train.sh").write_text(prepared["script"])
@@ -176,8 +175,10 @@ def _train(
     if code == INTERRUPTED:
         console.print(f"interrupted; the log so far is in {log_path}", soft_wrap=True)
     elif code:
-        console.print(tail(log_path), markup=False, soft_wrap=True)
-        console.print(f"[red]training failed with exit code {code}[/]; the whole log: {log_path}", soft_wrap=True)
+        console.print(tail(log_path), soft_wrap=True)
+        console.print(
+            f"training failed with exit code {code}; the whole log: {log_path}", style="red", soft_wrap=True
+        )
     if code:
         return code, None
     curve = run_folder / "loss.png"

@@ -152,7 +152,7 @@ def print_result(result: Result, console: Console) -> None:
     console.print(table)
     console.print("\nto try next:", style="bold")
     for what, command in result.next_commands:
-        console.print(f"\n# {what}\n{command}", markup=False, soft_wrap=True)
+        console.print(f"\n# {what}\n{command}", soft_wrap=True)
 
 
 def save_loss_curve(log: TrainingLog, path: Path) -> None:

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from megasched import __version__
 from megasched.cli.apex import PARTS, Apex, find_apex
@@ -28,10 +28,10 @@ from megasched.versions import warning_of
 # The one patch that emulates; entry.py applies it only in a rehearsal.
 REHEARSAL_PATCH = "host_cuda"
 APPLIED = {
-    "always": "[green]in every run here[/]",
-    "never": "not here",
-    "rehearsal": "in rehearsals only",
-    "refused": "[red]does not fit[/]",
+    "always": ("in every run here", "green"),
+    "never": ("not here", ""),
+    "rehearsal": ("in rehearsals only", ""),
+    "refused": ("does not fit", "red"),
 }
 
 
@@ -196,14 +196,15 @@ def _patch(patch: registry.Patch) -> PatchReport:
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Prints a diagnosis, laid out for 100 columns."""
     untested = [package.name for package in diagnosis.packages if package.untested]
-    verdict = "[green]ready[/]" if diagnosis.runnable else "[red]no run can start here[/]"
+    verdict = ("ready", "green") if diagnosis.runnable else ("no run can start here", "red")
+    newer = ""
     if diagnosis.runnable and untested:
-        verdict = f"[yellow]ready by --allow-unverified[/] ({', '.join(untested)})"
-    console.print(f"megasched {diagnosis.version}: {verdict}")
+        verdict, newer = ("ready by --allow-unverified", "yellow"), f" ({', '.join(untested)})"
+    console.print(Text.assemble(f"megasched {diagnosis.version}: ", verdict, newer))
     for problem in diagnosis.problems:
-        console.print(f"[red]problem:[/] {escape(problem)}")
+        console.print(Text.assemble(("problem:", "red"), f" {problem}"))
     for warning in diagnosis.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}")
+        console.print(Text.assemble(("warning:", "yellow"), f" {warning}"))
     console.print()
     console.print(_packages(diagnosis))
     console.print()
@@ -211,7 +212,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     console.print()
     _print_devices(diagnosis, console)
     if diagnosis.patches:
-        console.print("\n[bold]patches[/] (changes to other people's modules while a run lasts)")
+        told = " (changes to other people's modules while a run lasts)"
+        console.print(Text.assemble(("\npatches", "bold"), told))
         for patch in diagnosis.patches:
             _print_patch(patch, console)
 
@@ -219,36 +221,37 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def _packages(diagnosis: Diagnosis) -> Table:
     table = plain_table("package", "found", "supported", "", overflow="fold")
     for package in diagnosis.packages:
-        found = f"[{'green' if package.ok else _colour(package)}]{package.found or 'none'}[/]"
+        found = Text(package.found or "none", "green" if package.ok else _colour(package))
         table.add_row(package.name, found, package.supported or "any", _remark(package))
     return table
 
 
 def _print_apex(apex: Apex, console: Console) -> None:
-    console.print("[bold]NVIDIA's apex[/] (optional; told by its compiled modules)")
+    console.print(Text.assemble(("NVIDIA's apex", "bold"), " (optional; told by its compiled modules)"))
     for part, here in apex.parts.items():
-        console.print(f"  {part}  {'[green]here[/]' if here else f'none  [dim]{PARTS[part]}[/]'}")
+        found = [("here", "green")] if here else ["none  ", (PARTS[part], "dim")]
+        console.print(Text.assemble(f"  {part}  ", *found))
     if apex.problem:
-        console.print(f"  [yellow]{escape(apex.folder)} is {escape(apex.problem)}[/]")
+        console.print(f"  {apex.folder} is {apex.problem}", style="yellow")
 
 
 def _colour(package: Package) -> str:
     return "red" if package.required and not package.untested else "yellow" if package.found else "default"
 
 
-def _remark(package: Package) -> str:
+def _remark(package: Package) -> Text:
     if package.ok:
-        return f"[dim]{escape(package.where)}[/]"
+        return Text(package.where, "dim")
     if package.required or package.found:
         if package.untested:
-            return f"[yellow]newer than tested[/] [dim]{escape(package.where)}[/]"
-        return "[red]missing[/]" if not package.found else "[red]not supported[/]"
-    return f"[dim]without: {package.cost}[/]"
+            return Text.assemble(("newer than tested", "yellow"), " ", (package.where, "dim"))
+        return Text("missing" if not package.found else "not supported", "red")
+    return Text(f"without: {package.cost}", "dim")
 
 
 def _print_devices(diagnosis: Diagnosis, console: Console) -> None:
     built = f"torch is built for CUDA {diagnosis.cuda}" if diagnosis.cuda else "torch is built without CUDA"
-    console.print(f"[bold]CUDA devices[/] ({built})")
+    console.print(Text.assemble(("CUDA devices", "bold"), f" ({built})"))
     for index, device in enumerate(diagnosis.devices):
         console.print(f"  {index}  {device.name}, {device.memory_gib} GiB, capability {device.capability}")
     if not diagnosis.devices:
@@ -256,7 +259,8 @@ def _print_devices(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _print_patch(patch: PatchReport, console: Console) -> None:
-    state = APPLIED[patch.applied] + (", [bold]active now[/]" if patch.active else "")
-    reason = f": {escape(patch.reason)}" if patch.reason else ""
-    console.print(f"  [bold]{patch.name}[/]  {state}{reason}  [dim]{escape(patch.versions)}[/]")
-    console.print(Padding(escape(patch.why), (0, 0, 0, 4)), style="dim")
+    active = [", ", ("active now", "bold")] if patch.active else []
+    reason = f": {patch.reason}" if patch.reason else ""
+    state = [APPLIED[patch.applied], *active, f"{reason}  "]
+    console.print(Text.assemble("  ", (patch.name, "bold"), "  ", *state, (patch.versions, "dim")))
+    console.print(Padding(patch.why, (0, 0, 0, 4)), style="dim")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from megasched.json_output import print_json
+from megasched.printing.console import plain_console
 
 # Columns of a report that goes to a file or a pipe.
 PIPE_WIDTH = 100
@@ -23,7 +24,7 @@ BYTES_32_BITS = 4
 def report_console(pipe_width: int = PIPE_WIDTH) -> Console:
     """Returns a console on standard output, which has colours and its own width when it is a terminal."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else pipe_width
-    return Console(highlight=False, width=width)
+    return plain_console(width=width)
 
 
 class Report(Protocol):

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -140,7 +139,7 @@ def watch_run(look: Callable[[], RunStatus], console: Console, interval: float) 
             line = summary(found, now)
             changed = line.partition("  ")[2]  # all but the time
             if changed != before:
-                console.print(line, soft_wrap=True, markup=False)
+                console.print(line, soft_wrap=True)
             if found.ended:
                 return
             before = changed
@@ -156,7 +155,7 @@ def watch_run(look: Callable[[], RunStatus], console: Console, interval: float) 
 
 
 def _title(found: RunStatus) -> Text:
-    title = Text.from_markup(f"[{COLOURS[found.state]}]{_state(found.state)}[/]  {escape(found.path)}")
+    title = Text.assemble((_state(found.state), COLOURS[found.state]), f"  {found.path}")
     title.overflow = "fold"
     if found.why:
         title.append(f"\n{found.why}", style=COLOURS[found.state])

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from megasched.cli.options import Json, TrustRemoteCode
 from megasched.cli.output import print_found
@@ -53,7 +52,5 @@ def print_tokenized(found: Tokenized, console: Console) -> None:
     """Prints what was written, and the flags by which a run reads it."""
     left = f"; {found.empty:,} without text left out" if found.empty else ""
     sentences = f"{found.sentences:,} sentences, " if found.sentences else ""
-    console.print(
-        f"{escape(found.prefix)}: {found.documents:,} documents, {sentences}{found.tokens:,} tokens{left}"
-    )
-    console.print(f"a run reads it with {escape(shlex.join(found.flags))}", soft_wrap=True)
+    console.print(f"{found.prefix}: {found.documents:,} documents, {sentences}{found.tokens:,} tokens{left}")
+    console.print(f"a run reads it with {shlex.join(found.flags)}", soft_wrap=True)

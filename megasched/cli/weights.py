@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megasched.cli.options import Json, Objective, TrustRemoteCode, check_named
 from megasched.cli.output import format_bytes, format_count, print_found
@@ -138,21 +138,21 @@ def _bytes(text: str) -> int:
 
 def print_imported(found: Imported, console: Console) -> None:
     """Prints what was written, and how a run loads it."""
-    console.print(f"{escape(str(found.checkpoint))}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
+    console.print(f"{found.checkpoint}: {found.architecture}, {_weights(found.tensors, found.bytes)}")
     if found.left_aside:
-        console.print(escape(found.left_aside), soft_wrap=True)
-    console.print(f"a run starts from it with --load {escape(str(found.checkpoint))}", soft_wrap=True)
+        console.print(found.left_aside, soft_wrap=True)
+    console.print(f"a run starts from it with --load {found.checkpoint}", soft_wrap=True)
 
 
 def print_exported(found: Exported, console: Console) -> None:
     """Prints what was written, of which checkpoint, and how to load it."""
     kind = "LoRA adapter of " if found.adapter else ""
     weights = f"{kind}{found.architecture} in {found.dtype}, {_weights(found.tensors, found.bytes)}"
-    console.print(f"{escape(str(found.output))}: {weights}, of iteration {found.iteration}", soft_wrap=True)
+    console.print(f"{found.output}: {weights}, of iteration {found.iteration}", soft_wrap=True)
     for count in found.absent:
         left = f"{count} in the config is 0 in the exported one: {found.architecture} has no such layers"
-        console.print(escape(left), soft_wrap=True)
-    console.print(f"{escape(_loader(found))} loads it", soft_wrap=True)
+        console.print(left, soft_wrap=True)
+    console.print(f"{_loader(found)} loads it", soft_wrap=True)
 
 
 def _loader(found: Exported) -> str:
@@ -167,7 +167,7 @@ def _loader(found: Exported) -> str:
 
 def print_inspection(found: Inspection, console: Console) -> None:
     """Prints the contents of a checkpoint as tables."""
-    console.print(f"[bold]{escape(str(found.folder))}[/bold]", soft_wrap=True)
+    console.print(str(found.folder), style="bold", soft_wrap=True)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
@@ -183,9 +183,9 @@ def print_inspection(found: Inspection, console: Console) -> None:
     else:
         facts.add_row("optimizer", "none: weights alone")
     files = f"{len(found.files)}, {format_bytes(sum(found.files.values()))}"
-    facts.add_row("files", files if not found.problems else f"{files} [bold red]incomplete[/bold red]")
+    facts.add_row("files", Text.assemble(files, (" incomplete" if found.problems else "", "bold red")))
     for problem in found.problems:
-        facts.add_row("", f"[red]{escape(problem)}[/red]")
+        facts.add_row("", Text(problem, "red"))
     console.print(facts)
     table = Table("tensor", "shape", "dtype", "count", "parameters", "size", box=None, pad_edge=False)
     for column in table.columns[3:]:
@@ -193,7 +193,7 @@ def print_inspection(found: Inspection, console: Console) -> None:
     for group in found.tensors:
         shape = " x ".join(map(str, group.shape))
         amounts = (str(group.count), format_count(group.parameters), format_bytes(group.bytes))
-        table.add_row(escape(group.name), shape, group.dtype, *amounts)
+        table.add_row(group.name, shape, group.dtype, *amounts)
     console.print(table)
 
 

@@ -34,7 +34,7 @@ def with_package(monkeypatch, **changes):
 
 
 def printed(diagnosis, width=100):
-    console = Console(width=width, file=StringIO(), highlight=False)
+    console = Console(width=width, file=StringIO(), highlight=False, markup=False)
     print_diagnosis(diagnosis, console)
     return console.file.getvalue()
 

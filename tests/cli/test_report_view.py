@@ -11,7 +11,7 @@ from megasched.printing.shell_command import shell_command
 
 
 def printed(report):
-    console = Console(width=100, file=StringIO(), highlight=False)
+    console = Console(width=100, file=StringIO(), highlight=False, markup=False)
     print_report(report, console)
     return console.file.getvalue()
 

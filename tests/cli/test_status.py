@@ -53,7 +53,7 @@ RUN = RunStatus(
 
 
 def printed(show, *, terminal=False, width=110):
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, markup=False)
     show(console)
     return console.file.getvalue()
 

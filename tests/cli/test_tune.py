@@ -129,7 +129,7 @@ def trials(count):
 
 
 def printed(show, *, terminal=False):
-    console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
+    console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None, markup=False)
     show(console)
     return console.file.getvalue()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -52,6 +53,18 @@ def test_floors_are_in_no_circle():
 def test_the_product_does_not_grow():
     """What a feature needs is added to the number in the commit that brings the feature, with its reason."""
     assert survey.lines() <= recorded()["lines"]
+
+
+def test_one_file_makes_the_consoles():
+    """What it makes prints names of users as they are; rich's own would read ``[x]`` and ``:x:`` in them."""
+    made = {
+        path
+        for path, tree in survey.sources().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Console", "from_markup")))
+        or (isinstance(node, ast.ImportFrom) and node.module == "rich.markup")
+    }
+    assert made == {"megasched/printing/console.py"}
 
 
 def modules_after(code):

@@ -94,14 +94,14 @@ def print_architecture(model_type: str, results: dict[str, Any], console: Consol
     facts = (f"{name} {value}" for name, value in zip(FACTS, _facts(results), strict=True) if value)
     console.print(Text(model_type, "bold"), Text(", ".join(facts), "dim"))
     if "model" in results:
-        console.print(f"  no small model of it can be made: {results['model']['why']}", markup=False)
+        console.print(f"  no small model of it can be made: {results['model']['why']}")
     for name in (name for name in LAYOUT_NAMES if name in results):
         outcome = results[name]
         console.print(Text.assemble(f"  {name:<10}", _cell(results, name), f"  {_numbers(outcome)}"))
         if outcome["why"]:
-            console.print(f"    {outcome['why']}", style="dim", markup=False)
+            console.print(f"    {outcome['why']}", style="dim")
     for parameter, reason in results.get("facts", {}).get("whole", {}).items():
-        console.print(f"  whole: {parameter}: {reason}", markup=False)
+        console.print(f"  whole: {parameter}: {reason}")
 
 
 def find_types(name: str, types: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from megasched.printing.tables import plain_table
 from megasched.verify.new_adapter.new_adapter import NewAdapter
@@ -19,21 +19,21 @@ from megasched.verify.report.verification import VERDICTS
 def print_new_adapter(found: NewAdapter, written: Path | None, console: Console) -> None:
     """Prints the findings, and the adapter unless it was written to a file, laid out for 100 columns."""
     cut = f"of its linears {found.planned} are cut by HF's plan, {found.inferred} by what was inferred"
-    console.print(f"[bold]{found.model}[/]  {cut}")
+    console.print(Text.assemble((found.model, "bold"), f"  {cut}"))
     console.print(_need(found))
     if written is None:
         console.print()
-        console.print(found.source, markup=False, end="", soft_wrap=True)
+        console.print(found.source, end="", soft_wrap=True)
     else:
-        console.print(f"{written}: an Adapter of {found.lines} lines", markup=False, soft_wrap=True)
-    console.print("\n[bold]still open[/]" if found.still_open else "\n[bold]still open[/]: nothing")
+        console.print(f"{written}: an Adapter of {found.lines} lines", soft_wrap=True)
+    console.print(Text.assemble(("\nstill open", "bold"), "" if found.still_open else ": nothing"))
     for sentence in found.still_open:
-        console.print(Padding(escape(sentence), (0, 0, 0, 2), expand=False))
+        console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
     if found.outcomes:
-        console.print("\n[bold]a small copy under this adapter, against HF alone[/]")
+        console.print("\na small copy under this adapter, against HF alone", style="bold")
         console.print(_verdicts(found.outcomes))
         console.print(f"equal: all within {TOLERANCE:g}, relative; gradient: of the parameter that is off most")
-    console.print(f"\n{_use(written)}", markup=False, soft_wrap=True)
+    console.print(f"\n{_use(written)}", soft_wrap=True)
 
 
 def _use(written: Path | None) -> str:
@@ -47,7 +47,7 @@ def _need(found: NewAdapter) -> str:
     """Returns sentences that say whether an adapter is needed, and for what."""
     if found.installed:
         return (
-            f"There is an adapter already: {escape(found.installed)}. This one says what is found without it; "
+            f"There is an adapter already: {found.installed}. This one says what is found without it; "
             "given by --adapter, it stands before that one."
         )
     if found.whole:
@@ -66,6 +66,6 @@ def _verdicts(outcomes: dict[str, Outcome]) -> Table:
     for layout, outcome in outcomes.items():
         numbers = [outcome.errors.get(name) for name in ("loss", "logits", "gradient", "grad_norm")]
         words = ["" if number is None else f"{number:.0e}" for number in numbers]
-        verdict = f"[{VERDICTS[outcome.verdict]}]{outcome.verdict}[/]"
-        table.add_row(layout, verdict, *words, escape(outcome.why))
+        verdict = Text(outcome.verdict, VERDICTS[outcome.verdict])
+        table.add_row(layout, verdict, *words, outcome.why)
     return table

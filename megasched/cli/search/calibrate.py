@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from megasched.planner.hardware.calibrate import CudaTimer, Gpu, Sizes, Timer, m
 from megasched.planner.hardware.calibrate_links import World, measure_links, read_world, slowest
 from megasched.planner.hardware.hardware import Hardware, load_hardware
 from megasched.planner.hardware.hardware_file import hardware_text
+from megasched.printing.console import plain_console
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _progress(world: World) -> Iterator[Callable[[str], None]]:
     if world.rank != 0:
         yield lambda name: None
         return
-    with Console(stderr=True).status("measuring") as status:
+    with plain_console(stderr=True).status("measuring") as status:
         yield lambda name: status.update(f"measuring {name}")
 
 

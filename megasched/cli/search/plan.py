@@ -26,6 +26,7 @@ from megasched.planner.memory import ERROR, RankMemory
 from megasched.planner.plan import PlanReport, plan, run_words, slurm_words
 from megasched.planner.predict import StepFlags
 from megasched.planner.search import Candidate
+from megasched.printing.console import plain_console
 
 # Before the memory of a layout that may not fit after all.
 TIGHT = "~"
@@ -42,7 +43,7 @@ def plan_command(hf_model: str, *, as_json: bool, top: int, html: Path | None = 
     Raises:
         ConfigError: an argument can't be used as given.
     """
-    status = Console(stderr=True).status("planning")
+    status = plain_console(stderr=True).status("planning")
     with status, warnings.catch_warnings(), json_only(as_json):
         warnings.simplefilter("ignore")
         report = plan(hf_model, on_group=lambda layout: status.update(f"planning {layout}"), **options)
@@ -84,7 +85,6 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
         f"{job.global_batch_size:,} sequences in a step; tensors may take "
         f"{job.hardware.usable_bytes / GIB:.1f} GiB of a GPU",
         soft_wrap=True,
-        markup=False,
     )
     if report.fitting:
         console.print(_table(report, top))
@@ -98,12 +98,12 @@ def print_plan(report: PlanReport, console: Console, top: int) -> None:
         console.print(Text("\nmemory of the first one, on its fullest pipeline rank", "bold"))
         console.print(_memory(best.fullest))
         console.print(Text("\nits flags", "bold"))
-        console.print(shlex.join(run_words(report, best)), soft_wrap=True, markup=False)
+        console.print(shlex.join(run_words(report, best)), soft_wrap=True)
         console.print(Text("\nby Slurm, with your data, learning rate and --save", "bold"))
-        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True, markup=False)
+        console.print(shlex.join(slurm_words(report, best)), soft_wrap=True)
     console.print(Text(f"\n{len(report.out)} layouts are out", "bold"))
     for reason, count in report.reasons():
-        console.print(f"  {count}: {reason}", soft_wrap=True, markup=False)
+        console.print(f"  {count}: {reason}", soft_wrap=True)
 
 
 def _table(report: PlanReport, top: int) -> Table:

@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megasched.cli.output import report_console
 from megasched.errors import ConfigError
 from megasched.json_output import json_only, print_json
 from megasched.launch.watched_run import INTERRUPTED
+from megasched.printing.console import plain_console
 from megasched.tuner.plots import save_plots
 from megasched.tuner.runner import CommandRunner, SlurmRunner, SubprocessRunner, check_command, point_words
 from megasched.tuner.space import Space, load_space
@@ -61,7 +62,7 @@ def tune_command(space_file: Path, command: Sequence[str], settings: Settings, *
     check_command(space, command)
     _check_program(command[0], slurm=settings.slurm)
     settings.folder.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True, highlight=False) if as_json else report_console()
+    console = plain_console(stderr=True) if as_json else report_console()
     with json_only(as_json):
         tuning, interrupted = _search(space, command, settings, console)
     plots = [str(path) for path in save_plots(space, tuning.trials, settings.folder / "plots")]
@@ -133,7 +134,7 @@ def watch(console: Console, space: Space, trials: int) -> Iterator[tuple[OnStart
 
         def print_line(tuning: Tuning) -> None:
             last = tuning.trials[-1]
-            console.print(f"trial {last.number} of {trials}: {_line(last)}", soft_wrap=True, markup=False)
+            console.print(f"trial {last.number} of {trials}: {_line(last)}", soft_wrap=True)
 
         yield lambda point, tuning: None, print_line
         return
@@ -177,16 +178,16 @@ def table(space: Space, tuning: Tuning, trials: int, now: dict[str, Any] | None 
     return found
 
 
-def _row(space: Space, trial: Trial) -> list[str]:
+def _row(space: Space, trial: Trial) -> list[str | Text]:
     result = trial.result
     score = f"{result.score:.4g}" if result.score is not None else ""
-    why = f": {escape(result.why)}" if result.why else ""
-    told = f"[{COLOURS[result.outcome]}]{result.outcome}[/]{why[:60]}"
+    why = f": {result.why}" if result.why else ""
+    told = Text.assemble((result.outcome, COLOURS[result.outcome]), why[:60])
     return [str(trial.number), *_values(space, trial.point), score, told]
 
 
 def _values(space: Space, point: dict[str, Any]) -> list[str]:
-    return [escape(readable(point[name])) if name in point else "" for name in space.symbols]
+    return [readable(point[name]) if name in point else "" for name in space.symbols]
 
 
 def readable(value: Any) -> str:
@@ -208,11 +209,11 @@ def print_winner(tuning: Tuning, command: Sequence[str], plots: Sequence[str], c
     )
     best = tuning.best
     if best is None:
-        console.print("[red]no trial has run to its end[/]; what each said is in its log")
+        console.print(Text.assemble(("no trial has run to its end", "red"), "; what each said is in its log"))
         return
     assert best.result.seconds is not None
     each = f"{1000 * best.result.seconds:.1f} ms an iteration"
-    console.print(f"best: trial {best.number}, {_line(best)}, {each}", markup=False)
-    console.print(shlex.join(command), markup=False, soft_wrap=True)
+    console.print(f"best: trial {best.number}, {_line(best)}, {each}")
+    console.print(shlex.join(command), soft_wrap=True)
     for plot in plots:
-        console.print(f"plot: {plot}", markup=False, soft_wrap=True)
+        console.print(f"plot: {plot}", soft_wrap=True)

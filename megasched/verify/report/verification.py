@@ -8,12 +8,13 @@ from io import StringIO
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from megasched.definition.objectives import CAUSAL_LM
 from megasched.language.parallel_dims import ParallelDims
+from megasched.printing.console import plain_console
 from megasched.printing.tables import plain_table
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding
@@ -67,7 +68,7 @@ class Verification:
     def __str__(self) -> str:
         """Returns what ``megasched verify`` prints, without colours."""
         text = StringIO()
-        print_verification(self, Console(file=text, width=WIDTH, highlight=False))
+        print_verification(self, plain_console(text, width=WIDTH))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -77,22 +78,23 @@ def print_verification(found: Verification, console: Console) -> None:
     if found.checks:
         console.print(_table(found.checks))
     colour = VERDICTS[found.verdict]
-    console.print(f"[bold {colour}]{found.verdict}[/] in {found.seconds:.0f} s", soft_wrap=True)
+    console.print(Text.assemble((found.verdict, f"bold {colour}"), f" in {found.seconds:.0f} s"), soft_wrap=True)
     if found.why:
-        console.print(Padding(escape(found.why), (0, 0, 0, 2), expand=False))
+        console.print(Padding(found.why, (0, 0, 0, 2), expand=False))
     for note in found.notes:
-        console.print(Padding(escape(note), (0, 0, 0, 2), expand=False))
+        console.print(Padding(note, (0, 0, 0, 2), expand=False))
     if found.finding is not None:
         _print_finding(found.finding, console)
 
 
-def _headline(found: Verification) -> str:
-    model, schedule = f"[bold]{escape(found.model)}[/]", f"[bold]{escape(found.schedule)}[/] at {found.layout}"
+def _headline(found: Verification) -> Text:
+    model, schedule = (found.model, "bold"), (found.schedule, "bold")
     if not found.hf_model:
-        return f"{model} under {schedule}, against the module alone"
+        return Text.assemble(model, " under ", schedule, f" at {found.layout}, against the module alone")
     what = f"a copy of {found.layers} small layers" if found.small else f"at full size, {found.layers} layers"
     trained = "" if found.objective == CAUSAL_LM.name else f" for {found.objective}"
-    return f"{model}{trained} ({what}) under {schedule}{' in bf16' if found.bf16 else ''}, against HF alone"
+    at = f" at {found.layout}{' in bf16' if found.bf16 else ''}, against HF alone"
+    return Text.assemble(model, f"{trained} ({what}) under ", schedule, at)
 
 
 def _table(checks: list[Check]) -> Table:
@@ -101,8 +103,8 @@ def _table(checks: list[Check]) -> Table:
     for check in checks:
         error = "" if check.error is None else f"{check.error:.1e}"
         tolerance = f"{check.tolerance:.1e}" if check.tolerance else ""
-        verdict = "[green]equal[/]" if check.equal else "[red]wrong[/]"
-        table.add_row(check.name, error, tolerance, verdict, escape(check.worst))
+        verdict = Text("equal", "green") if check.equal else Text("wrong", "red")
+        table.add_row(check.name, error, tolerance, verdict, check.worst)
     return table
 
 
@@ -110,14 +112,15 @@ def _print_finding(finding: Finding, console: Console) -> None:
     ranks = (
         f"rank {finding.ranks[0]}" if len(finding.ranks) == 1 else f"ranks {', '.join(map(str, finding.ranks))}"
     )
-    console.print(f"\n[bold]where it goes wrong first[/]: {finding.direction}, {escape(finding.where)}")
+    where = f": {finding.direction}, {finding.where}"
+    console.print(Text.assemble(("\nwhere it goes wrong first", "bold"), where))
     lines = [f"{finding.what} is off by {finding.error:.1e} on {ranks}"]
     if finding.relation:
         lines.append(finding.relation)
     if finding.cause:
         lines.append(f"usual cause: {finding.cause}")
     for line in lines:
-        console.print(Padding(escape(line), (0, 0, 0, 2), expand=False))
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
     _print_calls("asked for there by the schedule:", finding.records, console)
     _print_calls("all is right without:", finding.guilty, console)
 
@@ -126,4 +129,4 @@ def _print_calls(heading: str, calls: Sequence[Call], console: Console) -> None:
     if calls:
         console.print(Padding(heading, (0, 0, 0, 2), expand=False))
     for _, asked, source in calls:
-        console.print(Padding(escape(f"{asked}  ({source})"), (0, 0, 0, 4), expand=False))
+        console.print(Padding(f"{asked}  ({source})", (0, 0, 0, 4), expand=False))

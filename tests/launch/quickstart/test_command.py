@@ -62,6 +62,18 @@ def test_a_run_ends_with_table_curve_and_next_commands(tmp_path, capsys, monkeyp
     assert (tmp_path / run / "train.log").read_text().startswith(OUTPUT)
 
 
+@pytest.mark.parametrize("code", [f"print({OUTPUT!r})", "raise SystemExit(7)"])
+def test_a_folder_is_told_as_it_is_called(tmp_path, capsys, monkeypatch, code):
+    """rich would take ``[x]`` for a style, ``[/b]`` for an error and ``:fire:`` for a picture."""
+    train_by(monkeypatch, code)
+    monkeypatch.chdir(tmp_path)
+    assert quickstart.main(["--dir", "a [x] :fire: b[/b]"]) == (7 if "raise" in code else 0)
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if "/model/config.json" in line or "run-1/" in line]
+    assert len(named) > 1
+    assert all("a [x] :fire: b[/b]" in line for line in named)
+
+
 def test_runs_do_not_overwrite_each_other(tmp_path, monkeypatch):
     train_by(monkeypatch, f"print({OUTPUT!r})")
     for _ in range(2):
