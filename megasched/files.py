@@ -5,33 +5,37 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from megasched.errors import ConfigError
 
 
-def write_whole(path: Path, pieces: Iterable[str]) -> None:
+def write_whole(path: Path, pieces: Iterable[str], *, replace: bool = True) -> None:
     """Writes text to a file beside ``path`` and renames it, so that nobody reads half of it.
 
     Args:
-        path: its folder must exist; an existing file is replaced.
+        path: its folder must exist.
         pieces: pieces of the text, in order.
+        replace: an existing file is replaced.
 
     Raises:
-        OSError: it can't be written; nothing is left behind then.
+        OSError: it can't be written, or may not replace what is there; nothing is left behind then.
     """
     beside = path.with_name(f".{path.name}{secrets.token_hex(4)}")
     file = beside.open("x", encoding="utf-8")  # to be read by whom the umask lets read
     try:
         with file:
             file.writelines(pieces)
-        os.replace(beside, path)
-    except BaseException:
+        if replace:
+            os.replace(beside, path)
+        else:
+            os.link(beside, path)  # fails, where a rename would replace
+    finally:
         beside.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -53,16 +57,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+        beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        beside.mkdir()  # to be read by whom the umask lets read
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error}") from error
     try:
         yield beside
-        beside.chmod(0o755)
         os.replace(beside, path)
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | SafetensorError):
             raise ConfigError(f"{path}: can't be written: {error}") from error
         raise
 

@@ -92,10 +92,8 @@ def judge(
         return "waiting", ""
     if job and job.state in RUNNING and job.start and _modified(logs) < job.start:
         return "starting", "there is no log of this start yet"
-    if attempt.ends and attempt.ends[-1].time >= max(attempt.starts, default=datetime.min):
-        what = attempt.ends[-1].what
-        done = what == DONE or (bool(steps) and steps[-1].iteration >= steps[-1].last)
-        return ("finished", "") if done else ("stopped", what)
+    if end := _end(attempt):
+        return ("finished", "") if is_done(attempt) else ("stopped", end)
     ended = job is not None and job.state not in RUNNING
     if failure.cancelled:
         return "stopped", f"Slurm: {job.state}" if job and ended else ""
@@ -110,6 +108,18 @@ def judge(
     if silence > limit:
         return "hung", f"no new line for {_span(silence)}, and {_span(limit)} is already long for this run"
     return ("training", "") if steps else ("starting", "no iteration yet")
+
+
+def is_done(attempt: TrainingLog) -> bool:
+    """Returns whether an attempt has ended with all iterations made."""
+    steps, end = attempt.this_start, _end(attempt)
+    return end == DONE or (bool(end) and bool(steps) and steps[-1].iteration >= steps[-1].last)
+
+
+def _end(attempt: TrainingLog) -> str:
+    """Returns how the newest start of an attempt has ended; empty while it goes on."""
+    over = attempt.ends and attempt.ends[-1].time >= max(attempt.starts, default=datetime.min)
+    return attempt.ends[-1].what if over else ""
 
 
 def _silence(

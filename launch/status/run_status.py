@@ -15,7 +15,7 @@ from megasched.errors import ConfigError
 from megasched.launch.run_folder import RunFolder, RunLogs, find_logs
 from megasched.launch.slurm.client import JOB_ID, PART_OF_A_JOB, SlurmJob, ask_slurm
 from megasched.launch.status.growing_log import GrowingLog
-from megasched.launch.status.run_state import ENDED, State, find_failure, judge
+from megasched.launch.status.run_state import ENDED, State, find_failure, is_done, judge
 from megasched.launch.status.training_log import Checkpoint, Iteration, RankTimes, TrainingLog, merge
 from megasched.slurm import FAILED, RUNNING, WAITING, NoAnswerError
 
@@ -146,7 +146,7 @@ class RunReader:
                 self._logs.setdefault(path, GrowingLog(path)).refresh()
         except OSError as error:
             raise ConfigError(f"{error.filename}: it can't be read: {error.strerror}") from error
-        job = job or _quietly(self.job_id) or _job_of(self.path, logs)
+        job = job or _quietly(self.job_id) or _job_of(self.path, logs, self._logs)
         if job is None and not RunFolder(self.path).attempts():
             _refuse_foreign(logs, self._logs)
         return summarize(logs, self._logs, job, now or datetime.now())
@@ -180,10 +180,13 @@ def _queued(path: Path) -> SlurmJob | None:
     return _quietly(str(jobs[0])) if jobs else None
 
 
-def _job_of(path: Path, logs: RunLogs) -> SlurmJob | None:
+def _job_of(path: Path, logs: RunLogs, read: Mapping[Path, GrowingLog]) -> SlurmJob | None:
     """Returns the job of the newest logs, or one that is to go on with the run where that has ended."""
     writer, ended = logs.attempts[-1].name, None
-    for job in _jobs([writer, *map(str, RunFolder(path).described().get("jobs") or [])]):
+    submitted = [str(job) for job in RunFolder(path).described().get("jobs") or []]
+    if writer in submitted and is_done(_newest_attempt(logs, read)):
+        submitted = []  # what is left of a chain finds nothing to do
+    for job in _jobs([writer, *submitted]):
         if job.state in WAITING | RUNNING:
             return job
         if job.job_id == writer:
@@ -224,7 +227,7 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
         now: current time by this machine's clock.
     """
     training = merge(read[path].training for path in logs.paths)
-    attempt = merge(read[path].training for path in logs.attempts[-1].logs)
+    attempt = _newest_attempt(logs, read)
     steps, current = training.iterations, attempt.this_start
     failure = find_failure(logs, read, steps[-1] if steps else None)
     state, why = judge([read[path] for path in logs.attempts[-1].logs], attempt, job, failure, now)
@@ -253,6 +256,10 @@ def summarize(logs: RunLogs, read: Mapping[Path, GrowingLog], job: SlurmJob | No
         trend=_trend(steps),
         slurm=job,
     )
+
+
+def _newest_attempt(logs: RunLogs, read: Mapping[Path, GrowingLog]) -> TrainingLog:
+    return merge(read[path].training for path in logs.attempts[-1].logs)
 
 
 def _newest_loss(steps: Sequence[Iteration]) -> float | None:

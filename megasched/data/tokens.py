@@ -15,7 +15,7 @@ from megasched.errors import ConfigError
 from megasched.reading.files import Expected, open_regular
 from megasched.reading.forms import misfit
 from megasched.reading.hf_source import check_hf_model
-from megasched.reading.json_file import parse_json
+from megasched.reading.json_file import parse_field
 
 TEXTS = Expected("JSON lines: an object on each, with the text of one document, or its sentences")
 type Document = str | list[str]  # a text, or sentences
@@ -182,13 +182,13 @@ _UNLIKE = {
 
 
 def _document(file: Path, number: int, line: bytes, key: str) -> Document:
-    """Returns the document in one line.
+    """Returns the document in one line, whose other fields may hold what they will.
 
     Raises:
         ConfigError: it is no JSON, or not of that form; names the line.
     """
     try:
-        found = parse_json(line.decode(), {key: str | list})[key]
+        found = parse_field(line.decode(), key, str | list)
         if isinstance(found, list) and (why := misfit(found, [str], key)):
             raise ValueError(why)
     except ValueError as error:

@@ -41,6 +41,11 @@ def misfit(value: Any, form: Any, where: str = "") -> str:
     return next((found for part in parts if (found := misfit(*part))), "")
 
 
+def misfit_of_field(value: dict[str, Any], key: str, form: Any) -> str:
+    """Says what ``misfit`` does of one field, whatever its name: one that ends with ``?`` must be there, too."""
+    return misfit(value.get(key, _MISSING), form, joined("", key))
+
+
 def _of_object(value: dict[str, Any], form: dict[Any, Any], where: str) -> Iterator[tuple[Any, Any, str]]:
     for key, inner in form.items():
         if key is str:

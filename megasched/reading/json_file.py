@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from megasched.reading.files import Expected, read_text
-from megasched.reading.forms import misfit, unsound
+from megasched.reading.forms import misfit, misfit_of_field, unsound
 
 # Of a whole number: more digits than one of 64 bits has.
 _LONG = re.compile(r"\d{20,}")
@@ -45,11 +45,7 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
         ValueError: it is nested too deep, has what no file can hold, or is of another form; says where.
     """
     try:
-        found = json.loads(text, parse_int=_whole, object_pairs_hook=_without_doubles if unique else None)
-    except json.JSONDecodeError as error:
-        raise NoJson(f"line {error.lineno}, column {error.colno}: it is no JSON: {error.msg}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        found = _loads(text, parse_int=_whole, object_pairs_hook=_without_doubles if unique else None)
     except _LongNumber as error:
         at = _LONG.search(text)
         line = 1 + text.count("\n", 0, at.start()) if at else 1
@@ -57,6 +53,30 @@ def parse_json(text: str, form: Any = object, *, unique: bool = False) -> Any:
     if why := unsound(found) or misfit(found, form):
         raise ValueError(why)
     return found
+
+
+def parse_field(text: str, key: str, form: Any) -> Any:
+    """Reads a field of the object that JSON text holds; the other fields may hold what they will.
+
+    Raises:
+        NoJson: says where.
+        ValueError: it is nested too deep or no object, or the field is missing, of another form, or has what no
+            file can hold; says where.
+    """
+    # A number that is longer than Python takes is as good as any of its size: nothing here reads it.
+    found = _loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+    if why := misfit(found, dict) or misfit_of_field(found, key, form) or unsound({key: found[key]}):
+        raise ValueError(why)
+    return found[key]
+
+
+def _loads(text: str, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        raise NoJson(f"line {error.lineno}, column {error.colno}: it is no JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 class _LongNumber(ValueError):

@@ -5,10 +5,12 @@ So a search can be stopped, and the same command or program goes on.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from megasched.tuner.space import Space
 
 NAME = "megasched tune"
 FILE = "study.sqlite"
+LOCK = "study.lock"
 # When the first trials all end so, the mistake is in what is tried, and more of them would be of no use.
 HOPELESS = 3
 SHARE, FEWEST = 0.2, 10
@@ -45,8 +48,6 @@ class Trial:
 def open_study(folder: Path | None, space: Space, command: Sequence[str], sampler: PointSampler) -> optuna.Study:
     """Opens a new study, or the one in the folder.
 
-    Trials that were cut off are closed, and their points are open again.
-
     Args:
         folder: holds the study as ``study.sqlite``; None for a study in memory.
         command: command line of the trials, without the flags that are tried.
@@ -66,9 +67,34 @@ def open_study(folder: Path | None, space: Space, command: Sequence[str], sample
             study.set_user_attr(name, value)
     elif study.user_attrs != about:
         raise ConfigError(_changed(folder, study.user_attrs, about))
+    return study
+
+
+@contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """Keeps other searches of the study in a folder out, until the body or the process ends.
+
+    Raises:
+        ConfigError: another one is running.
+    """
+    with ExitStack() as held:
+        if folder is not None:
+            file = held.enter_context((folder / LOCK).open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{folder}: another search of this study is running; wait for its end, or take another folder"
+                ) from None
+            except OSError as error:  # of a file system that has no locks
+                warnings.warn(f"{folder}: nothing keeps a second search out: {error.strerror}", stacklevel=3)
+        yield
+
+
+def close_cut_off(study: optuna.Study) -> None:
+    """Closes trials that ended with their process, so that their points are open again."""
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
-    return study
 
 
 def _storage(path: Path) -> optuna.storages.RDBStorage:
@@ -203,6 +229,7 @@ class Search:
             raise ConfigError(f"sampler {sampler}: there are {', '.join(SAMPLERS)}")
         self.space = space
         self.sampler = SAMPLERS[sampler](Encoding(space), seed=seed, first=first)
+        self._folder = folder
         self.study = open_study(folder, space, command, self.sampler)
 
     def run(
@@ -222,9 +249,20 @@ class Search:
             on_end: called after each trial.
 
         Raises:
-            ConfigError: the first trials all crashed or were refused.
+            ConfigError: the first trials all crashed or were refused, or another search of the study is running.
         """
-        tuning, trials = self.so_far(), trials or default_trials(len(self.space.points))
+        with alone_in(self._folder):
+            close_cut_off(self.study)
+            return self._run(runner, trials or default_trials(len(self.space.points)), on_start, on_end)
+
+    def _run(
+        self,
+        runner: Runner,
+        trials: int,
+        on_start: Callable[[dict[str, Any], Tuning], None],
+        on_end: Callable[[Tuning], None],
+    ) -> Tuning:
+        tuning = self.so_far()
         while len(tuning.trials) < trials:
             try:
                 trial = begin_trial(self.study, self.space)

@@ -124,6 +124,11 @@ def test_no_text_is_lost_or_joined_whatever_it_holds(tokenizers, tmp_path, texts
         ([{"text": []}, {"text": "b"}], {}, r"line 2: a text, where documents before it are lists of sentences"),
         ([b'{"text": "\xff"}'], {}, r"line 1: .*can't decode byte 0xff"),
         ([b'{"text": "\\ud800"}'], {}, r"line 1: text: .* has half a surrogate pair"),
+        ([b'{"text": ["a", "\\ud800"]}'], {}, r"line 1: text\[1\]: .* has half a surrogate pair"),
+        ([b'{"text": ' + b"9" * 5000 + b"}"], {}, r"line 1: text is inf, text or a list is due"),
+        ([b"[3]"], {}, r"line 1: the whole is a list, an object is due"),
+        ([b"[" * 100_000], {}, r"line 1: it is nested too deep"),
+        ([{"other?": "a"}], {"key": "text?"}, r"line 1: text\? is missing, text or a list is due"),
         ([{"text": ""}, b"  "], {}, r"corpus\.jsonl: no text in any line"),
         ([b""], {}, r"corpus\.jsonl: no text in any line"),
     ],
@@ -132,6 +137,16 @@ def test_bad_lines_are_named_and_write_nothing(tokenizers, tmp_path, lines, opti
     with pytest.raises(ConfigError, match=message):
         write(tmp_path, lines, tokenizers / "bytes", **options)
     assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "other", [b"9" * 30, b"9" * 5000, b'"\\ud800"', b"NaN", b"1e999", b"[" * 200 + b"]" * 200, b'{"text": 3}']
+)
+def test_other_fields_are_left_alone(tokenizers, tmp_path, other):
+    """Whatever they hold: a line is refused for its text alone, which has no say in what others have collected."""
+    lines = [b'{"what?": "a", "\\ud800": 1, "other": ' + other + b"}"]
+    made = write(tmp_path, lines, tokenizers / "bytes", key="what?")
+    assert read(made.prefix)[0] == [[97, 256]]
 
 
 def test_what_is_there_already_stays(tokenizers, tmp_path):

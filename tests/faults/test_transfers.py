@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megasched.errors import CheckpointError, ConfigError
+from megasched.files import whole_folder
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from megasched.weights.exporting import export_weights
@@ -73,6 +76,17 @@ def test_a_disk_that_fills_meanwhile(disk, tmp_path, what):
         transfer(progress=filling(disk))
     left = [path.name for path in disk.rglob("*") if path.is_file()]
     assert left == ["other"]
+
+
+def test_a_disk_that_is_full_for_safetensors(disk):
+    """Adapters, and what transformers saves, are written by it; its errors are no OSErrors, and name no folder."""
+    with (disk / "other").open("wb") as file:
+        status = os.statvfs(disk)
+        file.write(bytes((status.f_bavail - 2) * status.f_frsize))
+    full = pytest.raises(ConfigError, match=r"disk/adapter: can't be written: .*No space left on device")
+    with full, whole_folder(disk / "adapter") as folder:
+        save_file({"lora_A": torch.zeros(256, 256)}, folder / "adapter_model.safetensors")
+    assert [path.name for path in disk.iterdir()] == ["other"]
 
 
 def test_a_disk_that_is_read_only(disk, ranks, tmp_path):

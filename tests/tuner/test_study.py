@@ -7,7 +7,7 @@ from megasched.errors import ConfigError
 from megasched.tuner.outcome import Result
 from megasched.tuner.samplers import SAMPLERS, Encoding, distributions
 from megasched.tuner.space import Space
-from megasched.tuner.study import Search, begin_trial, default_trials, ended_trials, open_study
+from megasched.tuner.study import Search, begin_trial, default_trials, open_study
 
 COMMAND = ["torchrun", "pretrain_gpt.py"]
 
@@ -67,10 +67,24 @@ def test_a_trial_that_was_cut_off_with_its_process_is_closed(tmp_path):
     sampler = SAMPLERS["grid"](Encoding(space))
     study = open_study(tmp_path, space, COMMAND, sampler)
     begin_trial(study, space)
+    found = search(tmp_path, Counting(), 1, name="grid")
     again = open_study(tmp_path, space, COMMAND, sampler)
-    assert [trial.state.name for trial in again.trials] == ["FAIL"]
-    assert ended_trials(again, space) == []
-    assert len(sampler.open_points([])) == len(space.points)
+    assert [trial.state.name for trial in again.trials] == ["FAIL", "COMPLETE"]
+    assert [trial.number for trial in found.trials] == [1]
+
+
+def test_a_second_search_at_the_same_time_is_refused_and_does_no_harm(tmp_path):
+    """It closed the trial that ran, whose search then ended in an error of Optuna's."""
+
+    class Searching(Counting):
+        def run(self, number, point):
+            with pytest.raises(ConfigError, match=f"{tmp_path}: another search of this study is running"):
+                search(tmp_path, Counting(), 4)
+            return super().run(number, point)
+
+    found = search(tmp_path, Searching(), 2)
+    assert [trial.result.outcome for trial in found.trials] == ["ok", "ok"]
+    assert len(search(tmp_path, Counting(), 3).trials) == 3
 
 
 def test_another_space_or_command_is_refused_with_what_changed(tmp_path):

@@ -1,5 +1,6 @@
 """What ``megasched new-adapter`` proposes, says and refuses; the check itself is faked."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -204,8 +205,8 @@ def test_a_file_that_exists_is_left_alone(tmp_path):
 
 
 def test_a_file_that_comes_meanwhile_is_left_alone(tmp_path, monkeypatch):
-    file, real = tmp_path / "mine.py", module.os.chmod
-    monkeypatch.setattr(module.os, "chmod", lambda *given: (file.write_text("mine\n"), real(*given)))
+    file, real = tmp_path / "mine.py", os.link
+    monkeypatch.setattr(os, "link", lambda *given: (file.write_text("mine\n"), real(*given)))
     with pytest.raises(ConfigError, match="the file exists"):
         write_new("theirs\n", file)
     assert file.read_text() == "mine\n"

@@ -6,9 +6,7 @@ import ast
 import hashlib
 import inspect
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import version
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
+from megasched.files import write_whole
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import SCHEDULE, split_file
 from megasched.model_adapters.adapter_file import ADAPTER_FILE
@@ -188,17 +187,9 @@ def write_certificate(path: Path, subject: Mapping[str, Any], found: Mapping[str
     """
     text = json.dumps({"format": FORMAT, **subject, "found": found}, indent=1) + "\n"
     try:
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+        write_whole(path, [text])
     except OSError as error:
         raise ConfigError(f"--certificate {path}: it can't be written: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
 
 
 def read_certificate(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megasched.analysis.trials import attention_switch
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
 from megasched.errors import ConfigError, ScheduleError
+from megasched.files import write_whole
 from megasched.language.roles import ROLES, Roles
 from megasched.layers import attention
 from megasched.model_adapters.registry import adapter_origin
@@ -180,22 +181,15 @@ def write_new(source: str, path: Path, *, force: bool = False) -> None:
     """Writes a file whole or not at all.
 
     Raises:
-        ConfigError: the file exists and ``force`` is not given, or its folder does not.
+        ConfigError: the file exists and ``force`` is not given, or its folder does not, or it can't be written.
     """
     refuse_existing(path, force=force)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.chmod(beside, 0o644)
-        if force:
-            os.replace(beside, path)
-        else:
-            os.link(beside, path)  # fails, where a rename would replace, if the file has come meanwhile
-    except FileExistsError:
+        write_whole(path, [source], replace=force)
+    except FileExistsError:  # it has come meanwhile
         refuse_existing(path, force=False)
-    finally:
-        Path(beside).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: it can't be written: {error.strerror}") from error
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:

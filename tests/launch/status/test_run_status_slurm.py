@@ -10,7 +10,7 @@ from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status import run_status
 from megasched.launch.status.run_status import RunReader
 from megasched.slurm import NoAnswerError
-from tests.launch.status.runs import FIRST, LAST_LINE, look, slurm_says
+from tests.launch.status.runs import FIRST, LAST_LINE, SECOND, look, slurm_says
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,20 @@ def test_the_first_of_a_chain_that_trains_comes_before_those_that_wait(run, half
     monkeypatch.setattr(run_status, "ask_slurm", jobs.get)
     found = look(run, halfway + timedelta(seconds=10))
     assert (found.state, found.slurm) == ("training", jobs["1"])
+
+
+@pytest.mark.parametrize(("submitted", "state"), [(["1", "2", "3"], "finished"), (["2", "3"], "waiting")])
+def test_what_a_chain_has_left_waits_for_nothing_when_training_is_done(run, monkeypatch, submitted, state):
+    """But jobs of a launch after it have something to do: more iterations, say."""
+    run(0, 0, FIRST[0], LAST_LINE - timedelta(minutes=1))
+    run(1, 0, SECOND[0], LAST_LINE)
+    run(1, 1, SECOND[1], LAST_LINE)
+    run.folder.describe({"jobs": submitted})
+    jobs = {"1": SlurmJob("1", "llama", "COMPLETED"), "2": SlurmJob("2", "llama", "PENDING")}
+    monkeypatch.setattr(run_status, "ask_slurm", lambda name: jobs.get(name) or SlurmJob(name, "llama", "PENDING"))
+    found = look(run)
+    assert (found.state, found.ended) == (state, state == "finished")
+    assert found.slurm == jobs["1" if state == "finished" else "2"]
 
 
 def test_a_path_comes_before_a_job(tmp_path, monkeypatch):
