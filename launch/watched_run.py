@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megasched.files import named
 from megasched.reading.log_lines import log_lines
 from megasched.trainer.run_failure import ERROR, FAILED
 
@@ -49,7 +50,7 @@ def run_watched(
             start_new_session=True,
         )
         try:
-            with log_path.open("w") as log:
+            with named(log_path), log_path.open("w") as log:
                 for line in process.stdout:
                     log.write(line)
                     log.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -12,6 +13,20 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megasched.errors import ConfigError
+
+# An error of a write has no file's name, as that of an open has.
+NO_ROOM = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Gives an OSError of the body that names no file the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_whole(path: Path, pieces: Iterable[str], *, replace: bool = True) -> None:
@@ -28,7 +43,7 @@ def write_whole(path: Path, pieces: Iterable[str], *, replace: bool = True) -> N
     beside = path.with_name(f".{path.name}{secrets.token_hex(4)}")
     file = beside.open("x", encoding="utf-8")  # to be read by whom the umask lets read
     try:
-        with file:
+        with named(path), file:
             file.writelines(pieces)
         if replace:
             os.replace(beside, path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megasched.errors import ConfigError
+from megasched.files import named
 from megasched.reading.files import Expected, read_bytes
 from megasched.reading.json_file import read_json
 
@@ -99,7 +100,7 @@ def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
     home = folder / f"corpus-{_fingerprint(root)[:12]}"
     if not home.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
+        with named(folder), TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
             _write_corpus(Path(unfinished, "corpus"), root)
             Path(unfinished, "corpus").rename(home)
     counts = read_json(home / "corpus.json", COUNTS, {"documents": int, "tokens": int})

@@ -28,6 +28,7 @@ from megasched.cli.status import status
 from megasched.cli.tokenize import tokenize
 from megasched.cli.weights import export, import_, inspect
 from megasched.errors import MegaschedError
+from megasched.files import NO_ROOM
 from megasched.imports import command_imports, end_quickly
 from megasched.json_output import json_only
 from megasched.reading.files import printable
@@ -67,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except MegaschedError as error:
         _end_with(str(error))
     except OSError as error:  # of a path: not there, not to be written, a name that no file can have
-        if error.filename is None:
+        if error.filename is None and error.errno not in NO_ROOM:
             raise
-        _end_with(f"{error.filename}: {error.strerror}")
+        _end_with(f"{error.filename or 'a file'}: {error.strerror}")
 
 
 def _end_with(message: str) -> NoReturn:

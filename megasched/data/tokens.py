@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasched.errors import ConfigError
+from megasched.files import named
 from megasched.reading.files import Expected, open_regular
 from megasched.reading.forms import misfit
 from megasched.reading.hf_source import check_hf_model
@@ -84,6 +85,8 @@ def write_tokens(
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+    if prefix.is_dir():
+        raise ConfigError(f"--output {prefix}: it is a folder; name the corpus in it, e.g. {prefix / 'text'}")
     targets = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
     for target in targets:
         if os.path.lexists(target) and not force:
@@ -92,7 +95,7 @@ def write_tokens(
     tokenizer, end = _tokenizer(tokenizer_model, trust_remote_code=trust_remote_code)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     documents = sentences = tokens = empty = 0
-    with TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as folder:
+    with named(prefix), TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}-") as folder:
         written = [Path(folder, target.name) for target in targets]
         builder = IndexedDatasetBuilder(str(written[0]), dtype=DType.optimal_dtype(len(tokenizer)))
         with progress(sum(file.stat().st_size for file in files)) as advance:

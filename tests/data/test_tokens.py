@@ -160,6 +160,15 @@ def test_what_is_there_already_stays(tokenizers, tmp_path):
     assert read(made.prefix)[0] == [[98, 256]]
 
 
+def test_a_folder_is_no_corpus(tokenizers, tmp_path):
+    """What was meant to lie in it lay beside it."""
+    (tmp_path / "made" / "corpus").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"--output .*/corpus: it is a folder; .*/corpus/text$"
+    ):
+        write(tmp_path, [{"text": "a"}], tokenizers / "bytes")
+
+
 def test_no_index_speaks_of_the_tokens_of_another_corpus(tokenizers, tmp_path, monkeypatch):
     """Of a replacement that ends between its two files: the old index over new tokens would be read."""
     made = write(tmp_path, [{"text": "abc"}], tokenizers / "bytes")

@@ -16,8 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megasched.cli.main import main
 from megasched.errors import CheckpointError, ConfigError
-from megasched.files import whole_folder
+from megasched.files import whole_folder, write_whole
+from megasched.launch.quickstart.corpus import write_tokenizer
+from megasched.launch.watched_run import run_watched
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.trainer_run import train
 from megasched.weights.exporting import export_weights
@@ -78,15 +81,41 @@ def test_a_disk_that_fills_meanwhile(disk, tmp_path, what):
     assert left == ["other"]
 
 
+def fill(disk: Path) -> None:
+    """Leaves room for two blocks."""
+    status = os.statvfs(disk)
+    (disk / "other").write_bytes(bytes((status.f_bavail - 2) * status.f_frsize))
+
+
 def test_a_disk_that_is_full_for_safetensors(disk):
     """Adapters, and what transformers saves, are written by it; its errors are no OSErrors, and name no folder."""
-    with (disk / "other").open("wb") as file:
-        status = os.statvfs(disk)
-        file.write(bytes((status.f_bavail - 2) * status.f_frsize))
+    fill(disk)
     full = pytest.raises(ConfigError, match=r"disk/adapter: can't be written: .*No space left on device")
     with full, whole_folder(disk / "adapter") as folder:
         save_file({"lora_A": torch.zeros(256, 256)}, folder / "adapter_model.safetensors")
     assert [path.name for path in disk.iterdir()] == ["other"]
+
+
+def test_a_disk_that_is_full_for_text(disk, tmp_path, capsys):
+    """An error of a write names no file, and each of these ended in a traceback."""
+    fill(disk)
+    write_tokenizer(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "' + "abcdefgh" * 10_000 + '"}\n')
+    model = ["--tokenizer-model", str(tmp_path)]
+    with pytest.raises(SystemExit, match="1"):
+        main(["tokenize", str(tmp_path / "text.jsonl"), *model, "--output", str(disk / "text")])
+    with pytest.raises(SystemExit, match="1"):
+        main(["quickstart", "--dir", str(disk)])
+    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("megasched: tokenizing")]
+    no_room = "No space left on device"
+    assert told == [f"megasched: error: {disk}/{name}: {no_room}" for name in ("text", "data")]
+    with pytest.raises(OSError, match=no_room) as raised:
+        write_whole(disk / "page.html", ["<p>" * 10_000])
+    assert raised.value.filename == str(disk / "page.html")
+    many = [sys.executable, "-c", "print('x' * 10_000)"]
+    with pytest.raises(OSError, match=no_room) as raised:
+        run_watched(many, env=os.environ, log_path=disk / "train.log", on_line=lambda line: None)
+    assert raised.value.filename == str(disk / "train.log")
 
 
 def test_a_disk_that_is_read_only(disk, ranks, tmp_path):
