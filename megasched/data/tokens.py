@@ -85,12 +85,7 @@ def write_tokens(
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    if prefix.is_dir():
-        raise ConfigError(f"--output {prefix}: it is a folder; name the corpus in it, e.g. {prefix / 'text'}")
-    targets = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
-    for target in targets:
-        if os.path.lexists(target) and not force:
-            raise ConfigError(f"{target}: it is there already; --force replaces it")
+    targets = _targets(prefix, force=force)
     check_hf_model(tokenizer_model, "--tokenizer-model")
     tokenizer, end = _tokenizer(tokenizer_model, trust_remote_code=trust_remote_code)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +111,16 @@ def write_tokens(
         for source, target in zip(written, targets, strict=True):
             os.replace(source, target)
     return Tokenized(str(prefix), tokenizer_model, documents, sentences, tokens, empty)
+
+
+def _targets(prefix: Path, *, force: bool) -> list[Path]:
+    if prefix.is_dir():
+        raise ConfigError(f"--output {prefix}: it is a folder; name the corpus in it, e.g. {prefix / 'text'}")
+    targets = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
+    for target in targets:
+        if os.path.lexists(target) and not force:
+            raise ConfigError(f"{target}: it is there already; --force replaces it")
+    return targets
 
 
 def _ids(documents: Sequence[Document], tokenizer: Any, end: int) -> Iterator[list[list[int]]]:

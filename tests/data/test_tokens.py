@@ -163,9 +163,7 @@ def test_what_is_there_already_stays(tokenizers, tmp_path):
 def test_a_folder_is_no_corpus(tokenizers, tmp_path):
     """What was meant to lie in it lay beside it."""
     (tmp_path / "made" / "corpus").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match=r"--output .*/corpus: it is a folder; .*/corpus/text$"
-    ):
+    with pytest.raises(ConfigError, match=r"--output .*/corpus: it is a folder; .*/corpus/text$"):
         write(tmp_path, [{"text": "a"}], tokenizers / "bytes")
 
 
