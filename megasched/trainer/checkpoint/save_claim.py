@@ -29,6 +29,7 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.files import write_whole
 from megasched.reading.files import MIB, Expected
 from megasched.reading.json_file import read_json
+from megasched.reading.tracker import RELEASE, read_tracker
 from megasched.slurm import has_processes
 
 FOLDER = ".megasched"
@@ -175,6 +176,19 @@ class SaveClaim:
         for aside in self.inside.glob(f"{ASIDE}*"):
             if aside.name.removeprefix(ASIDE) not in claims:
                 shutil.rmtree(aside, ignore_errors=True)
+
+    def tell_of_what_is_ahead(self, iteration: int) -> None:
+        """Warns of checkpoints that a run which begins after this iteration is going to replace."""
+        try:
+            last = read_tracker(self.save)
+        except CheckpointError:
+            return
+        if last != RELEASE and int(last) > iteration:
+            self._warn(
+                f"--save {self.save} has a checkpoint of iteration {int(last)}, and this run begins after "
+                f"iteration {iteration}: it will replace what is there; --load {self.save} goes on from the "
+                "last one"
+            )
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:

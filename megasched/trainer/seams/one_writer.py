@@ -57,6 +57,8 @@ def _claimed(setup: Function) -> Function:
         if args.save is not None and "://" not in args.save and not _writers:
             _writers.append(OneWriter(args.save))
         found = setup(*given, **named)
+        if _writers and (claim := _writers[-1].claim) is not None:  # on rank 0
+            claim.tell_of_what_is_ahead(args.iteration)
         ours = all(isinstance(chunk, ScheduledModel) for chunk in unwrap_model(found[0]))
         if ours and "gradient_buffers" not in args:  # a run that loads knows it already
             args.gradient_buffers = digest_of(found[0])

@@ -191,3 +191,26 @@ def test_the_owner_is_told_by_slurms_variables(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert Owner.this_process().restart == 2
     assert json.loads(json.dumps(Owner.this_process().pid)) == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("tracker", "iteration", "warned"),
+    [
+        ("40", 0, True),
+        ("40", 20, True),
+        ("40", 40, False),
+        ("release", 0, False),
+        ("?", 0, False),
+        (None, 0, False),
+    ],
+)
+def test_a_run_that_begins_before_the_last_checkpoint_says_so(tmp_path, capsys, tracker, iteration, warned):
+    """The same command, after Ctrl-C, began anew without --load and wrote over what it had saved."""
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    SaveClaim(tmp_path).tell_of_what_is_ahead(iteration)
+    told = (
+        f"megasched: warning: --save {tmp_path} has a checkpoint of iteration 40, and this run begins after "
+        f"iteration {iteration}: it will replace what is there; --load {tmp_path} goes on from the last one\n"
+    )
+    assert capsys.readouterr().err == told * warned
