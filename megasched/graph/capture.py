@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from megasched.analysis.notes.restorable_state import restored
+from megasched.analysis.notes.restorable_state import RestorableState, restored
 from megasched.analysis.recording.chance import PythonDraws
 from megasched.errors import ScheduleError
 from megasched.graph import effects, opaque
@@ -83,16 +83,20 @@ class _Entry(nn.Module):
             intercepting(self.root, self.limits),  # here: export itself replaces how modules are called
             restored(self.root, values=probe, outside=self.trial) as before,
         ):
-            draws = PythonDraws()
+            draws, start = PythonDraws(), RestorableState(self.root, values=False, outside=False)
             output = self.inner(*args, **kwargs)
-            if not probe:
-                effects.refuse_changes(before, self.root, trial=self.trial)
+            if probe:
+                recording.elsewhere = effects.changed_elsewhere(start, self.root, recording)
+            else:
+                effects.refuse_changes(before, self.root, recording, trial=self.trial)
                 effects.refuse_changed_arguments(self.call, tensors, (args, kwargs))
             if self.trial and probe:
                 effects.refuse_changes_outside(before, self.root)
             elif self.trial:
                 effects.refuse_draws(draws)
             self.result, found = opaque.TensorTree.take(output)
+            if not probe:
+                effects.refuse_result(self.result)
         return found
 
 
@@ -124,7 +128,7 @@ def capture(
         ScheduleError: it can't be traced; names the module, its line and a remedy.
     """
     call, tensors = opaque.TensorTree.take((args, kwargs))
-    calls = opaque.Recording()
+    calls = opaque.Recording(root, (path, source))
     entry = _Entry(root, forward, call, limits, trial=trial)
     try:
         with limits.waiting_for_none(root):
@@ -225,7 +229,9 @@ def _put_calls(module: fx.GraphModule, calls: opaque.Recording) -> None:
             function = _as_function(made)
             with graph.inserting_before(node):
                 live = graph.call_function(function, tuple(tensors))
-            live.meta = {**node.meta, "opaque": made.name}
+            # by number of its tensors, of which one may be handed over twice
+            written = [live.all_input_nodes.index(tensors[number]) for number in made.writes]
+            live.meta = {**node.meta, "opaque": made.name, "writes": written}
             if len(made.shapes) == 1:
                 for item in list(node.users):  # the marker returns a list, the call its one tensor
                     live.meta["val"] = item.meta.get("val")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,32 +15,27 @@ from megasched.analysis.recording.meta_call import tensors_in
 from megasched.analysis.recording.operators import arguments_of, storage_of, written
 from megasched.graph import opaque
 from megasched.graph.intercept import Lost
+from megasched.graph.opaque import Unfit
 
 _TRAINS = ("training", "use_input_stats")  # arguments of kernels that then write to these, as no schema says:
 _STATISTICS = ("running_mean", "running_var")
 
 
-class Unfit(Exception):
-    """Reports code that does more than a graph would do.
-
-    Attributes:
-        module: path of the module whose code it is, from the traced one.
-        remedy: a remedy other than keeping the module a call, or empty.
-    """
-
-    def __init__(self, what: str, module: str = "", remedy: str = "") -> None:
-        self.module, self.remedy = module, remedy
-        super().__init__(what)
+def changed_elsewhere(before: RestorableState, root: nn.Module, calls: opaque.Recording) -> list[str]:
+    """Returns the names of what has changed since ``before``, but for what live calls changed in their modules."""
+    names = before.changed(RestorableState(root, values=False, outside=False))
+    return [name for name in names if name not in calls.changed and not name.startswith("len(")]
 
 
-def refuse_changes(before: RestorableState, root: nn.Module, *, trial: bool) -> None:
+def refuse_changes(before: RestorableState, root: nn.Module, calls: opaque.Recording, *, trial: bool) -> None:
     """Refuses code that has changed what it keeps in Python since ``before``.
 
     Args:
+        calls: its live calls, which have run in the probe alone.
         trial: whether ``before`` holds what is outside of modules.
 
     Raises:
-        Unfit: it has.
+        Unfit: it has, or a live call has changed what another module keeps.
     """
     names = before.changed(RestorableState(root, values=False, outside=trial))
     if names:
@@ -49,6 +44,11 @@ def refuse_changes(before: RestorableState, root: nn.Module, *, trial: bool) -> 
         homes = [path for path, _ in root.named_modules() if path and names[0].startswith(f"{path}.")]
         what = f"its code changes {_listed(names)}, which it keeps between calls and a graph would not"
         raise Unfit(what, max(homes, key=len, default=""))
+    if calls.elsewhere:
+        what = (
+            f"a module that stays a call changes {_listed(calls.elsewhere)} outside of it, which a graph may read"
+        )
+        raise Unfit(what, remedy="keep the modules that share it in one that stays a call, or leave the trace out")
 
 
 def refuse_changes_outside(before: RestorableState, root: nn.Module) -> None:
@@ -86,12 +86,22 @@ def refuse_changed_arguments(call: opaque.TensorTree, tensors: Iterable[torch.Te
     Raises:
         Unfit: it has.
     """
-    after, held = opaque.TensorTree.take(now)
-    same = [list(map(id, one)) for one in (held, after.leaves)] == [
-        list(map(id, one)) for one in (tensors, call.leaves)
-    ]
-    if after.spec != call.spec or not same:
+    if not call.is_of(tensors, now):
         raise Unfit("its code changes a list or dictionary that it is handed, and a graph would not")
+
+
+def refuse_result(result: opaque.TensorTree) -> None:
+    """Refuses a result in which there is more than tensors and plain data, such as a number made of a tensor.
+
+    Raises:
+        Unfit: there is.
+    """
+    if result.objects:
+        kind = type(result.objects[0])
+        what = f"it returns a {kind.__name__}, which a graph can't look into"
+        if kind.__name__.startswith("Sym"):
+            what = "it returns a number that it makes of a tensor, and a graph would return the first one"
+        raise Unfit(what)
 
 
 def refuse_writes(root: nn.Module, module: fx.GraphModule, names: Iterable[str]) -> None:
@@ -110,13 +120,31 @@ def refuse_writes(root: nn.Module, module: fx.GraphModule, names: Iterable[str])
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if isinstance(node.target, torch._ops.OpOverload):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-                tensors = [*written(node.target, args, kwargs), *_statistics(node.target, args, kwargs)]
-                found |= {known[at]: None for at in map(storage_of, tensors) if at in known}
+                found |= {known[at]: None for at in map(storage_of, written_by(node)) if at in known}
     if found:
         owner = min(found).rpartition(".")[0]
         is_module = any(path == owner for path, _ in root.named_modules())
         raise Unfit(f"it writes to {', '.join(sorted(found))} in its forward", owner if is_module else "")
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that these operations of a graph return, as they were when it was made."""
+    for node in nodes:
+        yield from tensors_in(node.meta.get("val"))
+
+
+def written_by(node: fx.Node) -> list[torch.Tensor]:
+    """Returns the tensors to which an operation of a graph writes; of a region that does, all that it reads."""
+    if "writes" in node.meta:
+        return list(tensors_of(node.all_input_nodes[index] for index in node.meta["writes"]))
+    if isinstance(node.target, torch._ops.OpOverload):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+        return [*written(node.target, args, kwargs), *_statistics(node.target, args, kwargs)]
+    owner = node.graph.owning_module
+    parts = [getattr(owner, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
+    regions = [inner for part in parts if isinstance(part, fx.GraphModule) for inner in part.modules()]
+    inside = (one for region in regions if isinstance(region, fx.GraphModule) for one in region.graph.nodes)
+    return list(tensors_of(node.all_input_nodes)) if any(written_by(one) for one in inside) else []
 
 
 def _statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -143,6 +171,8 @@ class Strangers(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         current = opaque.active()
+        if func == _GRAD_FN and current is not None and not current.inside:
+            raise Lost("what its code does with the grad_fn of a tensor, such as a hook on it,")
         if current is not None and not current.inside and func not in _QUESTIONS:
             for tensor in tensors_in((args, kwargs)):
                 if tensor.requires_grad and id(tensor) not in self._expected:
@@ -154,6 +184,7 @@ class Strangers(TorchFunctionMode):
         return output
 
 
+_GRAD_FN = torch.Tensor.grad_fn.__get__
 # Ask about a tensor, and compute nothing with it.
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name).__get__

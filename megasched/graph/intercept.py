@@ -112,11 +112,15 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
         if path in limits.decomposed:
             if limits.is_hooked(module):
                 raise Lost("hooks of a linear that is decomposed", "leave the hook or the decompose call out")
-            with _forward_of(module, partial(_decomposed, root, path, module, limits.decomposed[path])):
+            with (
+                current.within(module),
+                _forward_of(module, partial(_decomposed, root, path, module, limits.decomposed[path])),
+            ):
                 return run_module(module, *args, **kwargs)  # through the call, so that operations are named by it
-        if path in limits.leaves or limits.is_hooked(module):
-            return opaque.call(path, partial(_live, root, path), *args, **kwargs)
-        return run_module(module, *args, **kwargs)
+        with current.within(module):
+            if path in limits.leaves or limits.is_hooked(module):
+                return opaque.call(path, partial(_live, root, path), *args, **kwargs)
+            return run_module(module, *args, **kwargs)
 
     def apply(function: type, *args: Any, **kwargs: Any) -> Any:
         current = opaque.active()
@@ -135,6 +139,7 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
         return hook_tensor(tensor, hook)
 
     with ExitStack() as undo:
+        undo.enter_context(_refused_reads())
         nn.Module.__call__ = run
         undo.callback(setattr, nn.Module, "__call__", run_module)
         torch.autograd.Function.apply = classmethod(apply)
@@ -143,6 +148,29 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
         undo.callback(setattr, torch.Tensor, "register_hook", hook_tensor)
         undo.enter_context(_opaque_attention(paths))
         yield
+
+
+@contextmanager
+def _refused_reads() -> Iterator[None]:
+    """Runs its body so that a recording begins and refuses to read what live calls set."""
+
+    def read(module: nn.Module, name: str) -> Any:
+        current = opaque.active()
+        if current is not None and current.gone and not name.startswith("__"):
+            current.refuse_read(module, name)
+        return object.__getattribute__(module, name)
+
+    recording = opaque.active()
+    if recording is not None:
+        recording.start()
+    if recording is None or not any(made.leaves for made in recording.calls):
+        yield
+        return
+    nn.Module.__getattribute__ = read
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 def _live(root: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule, validate_partition
 
+from megasched.analysis.recording.operators import storage_of
 from megasched.errors import Problem, ScheduleError
 from megasched.graph.capture import Graph
+from megasched.graph.effects import tensors_of, written_by
 from megasched.graph.naming import covered_by
 from megasched.language.subgraph import Subgraph
 
@@ -107,6 +109,13 @@ def check_subgraph(
     if writing:
         what = f"the sub-graph writes in place: {', '.join(writing)}"
         return [Problem(what, path, source, "leave these operations out of it")]
+    if (writer := _overtaken(nodes)) is not None:
+        name = next(name for name, node in graph.names.items() if node is writer)
+        what = (
+            f"{name}, within the sub-graph and no part of it, writes to what operations read that would then run "
+        )
+        what += f"on the other side of it: {', '.join(subgraph.nodes)}"
+        return [Problem(what, path, source, "take what lies before it and behind it as two sub-graphs")]
     calls = [name for name in subgraph.nodes if "opaque" in graph.names[name].meta]
     if calls and inlined:
         what = f"the sub-graph holds live calls, which can't be compiled: {', '.join(calls)}"
@@ -135,6 +144,37 @@ def _apart(graph: Graph, nodes: Sequence[fx.Node]) -> list[str]:
             if not set(together) <= set(nodes):
                 return [names[one] for one in together]
     return []
+
+
+def _dependents(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns the operations between the first member and the last that need a result of one, in their order."""
+    depends, found, node = set(members), [], members[0]
+    while node is not members[-1].next:
+        if node not in depends and any(source in depends for source in node.all_input_nodes):
+            depends.add(node)
+            found.append(node)
+        node = node.next
+    return found
+
+
+def _overtaken(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Returns an operation that writes to what another reads or returns and that would change places with it.
+
+    The members run where the last one stands, and behind it what needs their results (``_put``).
+    """
+    members = [node for node in nodes[0].graph.nodes if node in set(nodes)]
+    late = {**dict.fromkeys(members, 1), **dict.fromkeys(_dependents(members), 2)}
+    span = [members[0]]
+    while span[-1] is not members[-1]:
+        span.append(span[-1].next)
+    for at, writer in enumerate(span):
+        written = {storage_of(tensor) for tensor in written_by(writer)}
+        for index, node in enumerate(span if written else ()):
+            shift = late.get(node, 0) - late.get(writer, 0)
+            overtakes = shift > 0 if index < at else shift < 0
+            if overtakes and not written.isdisjoint(map(storage_of, tensors_of([node, *node.all_input_nodes]))):
+                return writer
+    return None
 
 
 def _writes(node: fx.Node) -> bool:
@@ -253,14 +293,7 @@ def _put(
     Returns:
         The replacement of each output.
     """
-    depends, last = set(members), members[-1]
-    node = members[0]
-    waiting = []
-    while node is not members[-1].next:
-        if node not in depends and any(source in depends for source in node.all_input_nodes):
-            depends.add(node)
-            waiting.append(node)
-        node = node.next
+    waiting, last = _dependents(members), members[-1]
     for node in waiting:
         last.append(node)
         last = node

@@ -247,3 +247,63 @@ def test_what_can_not_run_in_a_part_is_refused():
     assert "factory=3 is no nn.Module" in refusal(lambda: sch["0"].replace(3, subgraph=gelu))
     sch["0"].replace(nn.PReLU(), subgraph=gelu)
     assert "PReLU has parameters" in refusal(make_plan, sch)
+
+
+class Overwrites(nn.Module):
+    """``exp`` reads what is written to later, and ``sin`` what was written to before."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.up, self.write = nn.Linear(8, 8), write
+
+    def forward(self, x):
+        y = self.up(x) * 2
+        before = y.exp()
+        other = self.write(y)
+        return before * y.sin() + (0 if other is None else other)
+
+
+class Adds(nn.Module):
+    def forward(self, y):
+        y.add_(1)
+        return y.cos()
+
+
+def _through_a_view(y):
+    y.view(6, 8).add_(1)
+
+
+def _in_a_region(y):
+    with torch.no_grad():
+        y.add_(1)
+
+
+@pytest.mark.parametrize("write", [_through_a_view, _in_a_region, Adds()])
+def test_a_part_around_a_write_to_what_it_reads_is_refused(write):
+    torch.manual_seed(3)
+    sch = megasched.create_schedule(nn.Sequential(Overwrites(write)))
+    sch["0"].trace(inputs={"x": X}, leaves=["write"] if isinstance(write, nn.Module) else ())
+    exp, sin = (sch["0"].find(name)[0] for name in ("exp", "sin"))
+    product = sch["0"].find(lambda before, y: before.exp() * y.sin())[0]
+    for part in (product, exp | sin):
+        said = refusal(sch["0"].replace, lambda old: old, subgraph=part)
+        assert "writes to what operations read that would then run on the other side of it" in said
+    for part in (exp, sin):
+        sch["0"].replace(lambda old: old, subgraph=part)
+    want = copy.deepcopy(sch.mod)(X)
+    assert torch.equal(megasched.build(sch)(X), want)
+
+
+def test_a_part_around_a_write_to_something_else_runs():
+    class Writes(nn.Module):
+        def forward(self, x):
+            y, other = x * 2, x * 3
+            before = y.exp()
+            other.add_(1)
+            return before * y.sin() + other
+
+    sch = megasched.create_schedule(nn.Sequential(Writes()))
+    sch["0"].trace(inputs={"x": X})
+    sch["0"].replace(lambda old: old, subgraph=sch["0"].find(lambda before, y: before.exp() * y.sin())[0])
+    want = copy.deepcopy(sch.mod)(X)
+    assert torch.equal(megasched.build(sch)(X), want)
