@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megasched.graph import opaque
 from megasched.language.lora import is_conv1d
 
 Hook = Callable[..., Any]
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 
 
 def _never(hook: Hook) -> bool:
@@ -140,6 +142,7 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.enter_context(_refused_reads())
+        undo.enter_context(_refused_seeds())
         nn.Module.__call__ = run
         undo.callback(setattr, nn.Module, "__call__", run_module)
         torch.autograd.Function.apply = classmethod(apply)
@@ -171,6 +174,27 @@ def _refused_reads() -> Iterator[None]:
         yield
     finally:
         del nn.Module.__getattribute__
+
+
+@contextmanager
+def _refused_seeds() -> Iterator[None]:
+    """Runs its body so that code that sets the state of a random generator of torch raises Lost."""
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def set_state(*args: Any, **kwargs: Any) -> Any:
+            current = opaque.active()
+            if current is not None and not current.inside:
+                raise Lost(f"a random state that {function.__name__} sets")
+            return function(*args, **kwargs)
+
+        return set_state
+
+    with ExitStack() as undo:
+        for owner, name in product((torch, torch.random, torch.cuda, torch.cuda.random), _SEEDS):
+            if (function := getattr(owner, name, None)) is not None:
+                undo.callback(setattr, owner, name, function)
+                setattr(owner, name, refusing(function))
+        yield
 
 
 def _live(root: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:

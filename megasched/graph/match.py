@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from megasched.graph.capture import Graph
 from megasched.graph.naming import operation
@@ -17,7 +18,7 @@ from megasched.language.subgraph import Subgraph
 
 _COMMUTE = ("add", "mul")
 # Sizes in patterns' examples are at least this; a size there stands for any, equal ones for equal ones.
-# Smaller integers (axes, powers, numbers of parts) stand for themselves.
+# Smaller integers (axes, powers, numbers of parts) stand for themselves, and so do those that the code writes.
 SMALLEST_SIZE = 11
 _LARGEST_SIZE = 1 << 32
 # What an example of a number is; a number in the graph of a pattern that is this one stands for any.
@@ -26,8 +27,13 @@ ANY_NUMBER = 0.001234567
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds the state of a partial match."""
+    """Holds the state of a partial match.
 
+    Attributes:
+        written: numbers that the pattern's code writes, which are no sizes.
+    """
+
+    written: frozenset[int] = frozenset()
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     casts: frozenset[fx.Node] = frozenset()
     sizes: dict[int, int] = field(default_factory=dict)
@@ -37,20 +43,29 @@ class _Found:
         return replace(self, nodes={**self.nodes, pattern: target})
 
 
-def find_matches(pattern: Graph, graph: Graph, path: str, title: str, scalar: str = "") -> list[Subgraph]:
+def sizes_in(pattern: Graph) -> list[int]:
+    """Returns the numbers in a pattern that may be sizes of its examples, in the order of its operations."""
+    leaves = (leaf for node in pattern.module.graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))
+    return [leaf for leaf in leaves if type(leaf) is int and SMALLEST_SIZE <= leaf < _LARGEST_SIZE]
+
+
+def find_matches(
+    pattern: Graph, graph: Graph, path: str, title: str, scalar: str = "", written: frozenset[int] = frozenset()
+) -> list[Subgraph]:
     """Returns every part of ``graph`` that matches ``pattern``, without overlaps, in the order of the graph.
 
     Args:
         path: path of the traced module, stored in the results.
         title: name of the pattern, stored in the results.
         scalar: name of the number that the pattern leaves open.
+        written: numbers that the pattern's code writes, however large.
     """
     (last,) = _results(pattern)
     names = {node: name for name, node in [*graph.inputs.items(), *graph.names.items()]}
     taken: set[fx.Node] = set()
     found: list[Subgraph] = []
     for end in reversed(list(graph.names.values())):
-        for match in _unify(last, end, _Found(), names):
+        for match in _unify(last, end, _Found(written), names):
             members = {target for node, target in match.nodes.items() if node.op != "placeholder"} | match.casts
             read = [match.nodes[node] for node in pattern.inputs.values() if node in match.nodes]
             # An idle cast is what it casts: in a trace, whoever reads that after the cast reads the cast.
@@ -117,7 +132,7 @@ def _unify(pattern: fx.Node, target: fx.Node, found: _Found, names: dict[fx.Node
     if "opaque" in inner.meta:  # a wildcard says which tensors go in, not with which options
         theirs = [operand for operand in theirs if isinstance(operand, fx.Node)]
     yield from _unify_all(mine, theirs, found, names)
-    if operation(inner) in _COMMUTE and len(mine) > 1:
+    if operation(inner) in _COMMUTE and len(mine) > 1 and all(one == 1 for one in mine[2:]):  # alpha of a sum
         yield from _unify_all(mine, [theirs[1], theirs[0], *theirs[2:]], found, names)
 
 
@@ -169,7 +184,7 @@ def _unify_number(mine: float, theirs: float, found: _Found) -> Iterator[_Found]
     if mine == ANY_NUMBER:
         if found.number in (None, theirs):
             yield replace(found, number=float(theirs))
-    elif isinstance(mine, int) and SMALLEST_SIZE <= mine < _LARGEST_SIZE:
+    elif isinstance(mine, int) and SMALLEST_SIZE <= mine < _LARGEST_SIZE and mine not in found.written:
         if isinstance(theirs, int) and found.sizes.get(mine, theirs) == theirs:
             yield replace(found, sizes={**found.sizes, mine: theirs})
     elif math.isclose(mine, theirs, rel_tol=1e-6):

@@ -22,7 +22,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.graph import opaque
 from megasched.graph.capture import Graph, capture
 from megasched.graph.intercept import Limits
-from megasched.graph.match import ANY_NUMBER, SMALLEST_SIZE, find_matches, returns_operation
+from megasched.graph.match import ANY_NUMBER, SMALLEST_SIZE, find_matches, returns_operation, sizes_in
 from megasched.language.records import caller_source
 from megasched.language.subgraph import Subgraph
 
@@ -67,7 +67,7 @@ class Pattern:
         taken: set[str] = set()
         for title, function in self.spellings.items():
             try:
-                traced, scalar = _trace_pattern(self, function)
+                traced, scalar, written = _trace_pattern(self, function)
             except ScheduleError as error:
                 what = f"find: the pattern {error.problems[0].what}"
                 raise ScheduleError(Problem(what, path, caller_source(), _ABOUT_PATTERNS)) from error
@@ -76,7 +76,7 @@ class Pattern:
                 raise ScheduleError(Problem(what, path, caller_source(), _ABOUT_PATTERNS))
             form = title.partition("/")[0]
             spelling = f"{self.name}:{form}" if form else self.name
-            for part in find_matches(traced, graph, path, spelling, scalar):
+            for part in find_matches(traced, graph, path, spelling, scalar, written):
                 if not taken & set(part.nodes):
                     taken.update(part.nodes)
                     found.append(part)
@@ -102,8 +102,28 @@ def as_pattern(
 
 
 @cache
-def _trace_pattern(pattern: Pattern, function: Callable[..., torch.Tensor]) -> tuple[Graph, str]:
-    """Returns the graph of one spelling, and the name of the parameter whose number is left open."""
+def _trace_pattern(pattern: Pattern, function: Callable[..., torch.Tensor]) -> tuple[Graph, str, frozenset[int]]:
+    """Returns the graph of one spelling, the parameter whose number is left open, and numbers that are no sizes.
+
+    Those are as large in a second trace, of examples twice as large. Code that makes none of such examples may
+    write sizes, which stand for any.
+    """
+    traced, scalar = _trace_once(pattern, function, 1)
+    sizes = sizes_in(traced)
+    if not sizes:
+        return traced, scalar, frozenset()
+    try:
+        others = sizes_in(_trace_once(pattern, function, 2)[0])
+    except ScheduleError:
+        return traced, scalar, frozenset()
+    if len(others) != len(sizes):
+        return traced, scalar, frozenset()
+    moved = {size for size, other in zip(sizes, others, strict=True) if size != other}
+    return traced, scalar, frozenset(sizes) - moved
+
+
+def _trace_once(pattern: Pattern, function: Callable[..., torch.Tensor], scale: int) -> tuple[Graph, str]:
+    """Returns the graph of one spelling on examples of ``scale`` times their sizes, and the open number's name."""
     module = meta_copy(function) if isinstance(function, nn.Module) else nn.Module()
     run = module.forward if isinstance(function, nn.Module) else function
     args: list[Any] = []
@@ -114,9 +134,10 @@ def _trace_pattern(pattern: Pattern, function: Callable[..., torch.Tensor]) -> t
             scalar = name
             continue
         example = pattern.examples.get(name, EXAMPLE)
-        args.append(
-            example.to("meta") if isinstance(example, torch.Tensor) else torch.empty(example, device="meta")
-        )
+        dtype = example.dtype if isinstance(example, torch.Tensor) else torch.get_default_dtype()
+        shape = example.shape if isinstance(example, torch.Tensor) else example
+        scaled = [size * scale if size >= SMALLEST_SIZE else size for size in shape]
+        args.append(torch.empty(scaled, dtype=dtype, device="meta"))
     return capture(module, run, tuple(args), {}, Limits(), path=pattern.name or "<pattern>"), scalar
 
 

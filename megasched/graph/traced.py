@@ -89,13 +89,14 @@ class TracedModule:
         casts = tuple(
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
         )
+        seen: set[int] = set()
         return (
             call.spec,
-            tuple((t.shape, t.dtype, t.device) for t in tensors),
+            tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
             tuple((type(value), value) for value in call.others),
             tuple(module.training for module in self.root.modules()),
             tuple(self.limits.hooked(self.root)),
-            tuple(tuple(attributes_of(module)) for module in self.limits.shown(self.root)),
+            tuple(tuple(attributes_of(module, seen)) for module in self.limits.shown(self.root)),
             tuple((p.dtype, p.device) for p in self.root.parameters()),
             torch.is_grad_enabled(),
             casts,

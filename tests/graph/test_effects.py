@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,6 +227,74 @@ def test_numbers_and_tensors_in_attributes_are_read_when_it_runs():
                 each[0].by, each[0].table = by, table
             assert torch.equal(built(X), plain(X))
     assert len({id(graph) for graph in ran}) == 2  # values of a tensor are no other form of call
+
+
+def test_numbers_in_objects_of_attributes_are_other_forms_of_call():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(by=2.0, inner=SimpleNamespace(off=[1.0]), labels=list(range(100)))
+            self.config.itself = self.config
+
+        def forward(self, x):
+            return x * self.config.by + self.config.inner.off[0]
+
+    model = nn.Sequential(Scales())
+    plain = copy.deepcopy(model)
+    sch = megasched.create_schedule(model)
+    sch["0"].trace(inputs={"x": X})
+    built = megasched.build(sch)
+    with graphs_run() as ran:
+        for by, off in ((2.0, 1.0), (3.0, 1.0), (3.0, 4.0), (2.0, 1.0)):
+            for each in (built, plain):
+                each[0].config.by, each[0].config.inner.off[0] = by, off
+            assert torch.equal(built(X), plain(X))
+    assert len({id(graph) for graph in ran}) == 3
+
+
+def test_a_tensor_that_needs_a_gradient_is_another_form_of_call():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.requires_grad else x * 3
+
+    sch = megasched.create_schedule(nn.Sequential(Asks()))
+    sch["0"].trace(inputs={"x": X})
+    built = megasched.build(sch)
+    for x, by in ((X, 3), (X.clone().requires_grad_(), 2), (X, 3)):
+        assert torch.equal(built(x), x * by)
+
+
+def _seeds(x):
+    torch.manual_seed(3)
+    return torch.rand_like(x)
+
+
+def _forks(x):
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand_like(x)
+
+
+def _drops_the_same(x):
+    state = torch.get_rng_state()
+    x = F.dropout(x, 0.5)
+    torch.set_rng_state(state)
+    return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("draw", [_seeds, _forks, _drops_the_same])
+def test_code_that_sets_a_random_state_is_refused_and_a_call_does_it(draw):
+    class Draws(nn.Module):
+        def forward(self, x):
+            return draw(x)
+
+    sch = megasched.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(8, 8), Draws())))
+    assert "a random state that" in refusal(sch["0"].trace, inputs={"input": X})
+    sch["0"].trace(inputs={"input": X}, leaves=["1"])
+    found = []
+    for model in (copy.deepcopy(sch.mod), megasched.build(sch)):
+        torch.manual_seed(1)
+        found.append([model(X).detach() for _ in range(2)])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_modules_that_differ_in_a_function_or_a_tuple_have_graphs_of_their_own():

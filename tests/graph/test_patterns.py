@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import megasched
 from megasched.graph import patterns
-from tests.graph.test_primitives import refusal, schedule
+from tests.graph.test_primitives import X, refusal, schedule
 
 C = math.sqrt(2 / math.pi)
 
@@ -193,3 +193,30 @@ def test_what_is_no_pattern_is_refused_where_it_is_asked_for(name):
     told = refusal(schedule()["0"].find, what, missing_ok=True)
     for said in (why, "module: 0\n    asked for at: ", "one parameter, called node"):
         assert said in told
+
+
+def test_a_number_that_a_pattern_writes_is_no_size():
+    class Caps(nn.Module):
+        def forward(self, x):
+            return (x * 24).clamp(max=50).reshape(-1, x.shape[-1]).sum(0) / x.shape[-1]
+
+    sch = megasched.create_schedule(nn.Sequential(Caps()))
+    sch["0"].trace(inputs={"x": X})
+    find = sch["0"].find
+    assert not find(lambda x: x.clamp(max=20), missing_ok=True)
+    assert not find(lambda x: x * 12, missing_ok=True)
+    assert find(lambda x: x.clamp(max=50))[0].nodes == ("clamp",)
+    assert find(lambda x: (x * 24).clamp(max=50))[0].nodes == ("mul", "clamp")
+    assert find(lambda x: x.reshape(-1, x.shape[-1]))  # a size of the example stands for any
+    assert find(lambda x: x.sum(0) / x.shape[-1])
+
+
+def test_a_weighed_sum_is_not_turned_round():
+    class Weighs(nn.Module):
+        def forward(self, x):
+            return torch.add(x.relu(), x.sin(), alpha=2)
+
+    sch = megasched.create_schedule(nn.Sequential(Weighs()))
+    sch["0"].trace(inputs={"x": X})
+    assert not sch["0"].find(lambda x, y: torch.add(x, y.relu(), alpha=2), missing_ok=True)
+    assert sch["0"].find(lambda x, y: torch.add(x.relu(), y, alpha=2))
