@@ -25,7 +25,7 @@ from megasched.definition.experts import find_experts, not_apart
 from megasched.definition.linears import is_linear
 from megasched.errors import ConfigError, Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
-from megasched.language.roles import ROLES, Cut, Roles
+from megasched.language.roles import ROLES, Cut, Roles, counts_by
 from megasched.model_adapters import families
 from megasched.model_adapters.adapter_file import FLAG, run_adapter
 from megasched.model_adapters.generic import head_counts, read_plan
@@ -50,7 +50,8 @@ class Adapter:
         roles: glob over module paths -> role, e.g. ``{"*.mlp.c_proj": "mlp.down"}``; None: HF's own plan gives
             them, and missing ones are inferred.
         packed: role -> function of the HF config that returns the sizes of the projections packed into it.
-        local_attributes: glob over module paths -> attributes that count this rank's heads or features.
+        local_attributes: glob over module paths -> attributes that count this rank's heads or features. It is
+            about the modules that have one of them: a layer of another kind may stand there as well.
         layer: of its decoder layers, for Megatron's ``TransformerLayer``.
         attention: of its attention, and the norms of its layers, for Megatron's ``SelfAttention``.
         moe: of its mixtures of experts, for Megatron's ``MoELayer``.
@@ -105,7 +106,7 @@ class Adapter:
         local = {
             path: names
             for glob, names in self.local_attributes.items()
-            for path in self._matching(glob, paths, config)
+            for path in _that_count(model, self._matching(glob, paths, config), names)
         }
         return Roles(role, head_counts(role, config), components, local, origin)
 
@@ -142,6 +143,11 @@ class Adapter:
     def _or_of_family(self, name: str, model_type: str) -> Any:
         own = getattr(self, name)
         return own if own is not None else getattr(own_adapters().get(model_type), name, None)
+
+
+def _that_count(model: nn.Module, paths: Sequence[str], names: Sequence[str]) -> Sequence[str]:
+    """Returns the paths whose modules count by the names; all where none does, so that this is told."""
+    return [path for path in paths if counts_by(model.get_submodule(path), names)] or paths
 
 
 def _or_declined(found: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megasched.errors import Declined
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
@@ -90,3 +90,14 @@ class Roles:
         for path, role in self.role.items():
             if role not in ROLES:
                 raise ValueError(f"{path}: unknown role {role!r}; roles are {', '.join(ROLES)}")
+
+
+def owner_of(module: Any, name: str) -> tuple[Any, str]:
+    """Returns the object that holds a local attribute, and the attribute's name on it."""
+    prefix, _, field_name = name.rpartition(".")
+    return (getattr(module, "config", None) if prefix == "config" else module), field_name
+
+
+def counts_by(module: Any, names: Iterable[str]) -> bool:
+    """Returns whether a module holds one of these local attributes; layers of other kinds hold none."""
+    return any(hasattr(*owner_of(module, name)) for name in names)

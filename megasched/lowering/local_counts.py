@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from megasched.language.roles import Roles
+from megasched.language.roles import Roles, owner_of
 from megasched.layers.build_context import BuildContext
-from megasched.plan.record_checks import local_value, owner_of, sharded_attention
+from megasched.plan.record_checks import local_value, sharded_attention
 
 
 def divide_local_attributes(

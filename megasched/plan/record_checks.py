@@ -19,6 +19,7 @@ from megasched.errors import Problem, indivisible
 from megasched.language.records import Record
 from megasched.language.registry import check_call, get_primitive, has_lowering, records_where
 from megasched.language.replacements import ReplacedNames, replacements
+from megasched.language.roles import owner_of
 from megasched.language.schedule import Schedule, schedule_of
 from megasched.plan.plan import Plan
 
@@ -284,12 +285,6 @@ def _parents(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def owner_of(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Returns the object that holds an attribute, and the attribute's name on it."""
-    prefix, _, field = name.rpartition(".")
-    return (module.config if prefix == "config" else module), field
 
 
 def whole_logits(plan: Plan, model: Any) -> list[Problem]:

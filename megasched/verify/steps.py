@@ -12,8 +12,8 @@ from typing import Any
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.config_check import CONFIG
 from megasched.definition.objectives import CAUSAL_LM, Objective
-from megasched.definition.small_models.shrink import LAYERS
-from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
+from megasched.definition.small_models.covering import Lack, covering_copy
+from megasched.definition.small_models.small_models import copy_code, write_model
 from megasched.errors import ConfigError
 from megasched.language.lora import A, B, Lora
 from megasched.language.parallel_dims import ParallelDims
@@ -175,6 +175,7 @@ class Subject:
         drops_out: whether the model that it is made of has dropouts on.
         adapter: file of the adapter that stands before an installed one.
         notes: what was changed in the model, and what no check sees of it.
+        lacks: layers of the model that a small copy has none like.
     """
 
     folder: str
@@ -188,6 +189,7 @@ class Subject:
     drops_out: bool = False
     adapter: str | None = None
     notes: tuple[str, ...] = ()
+    lacks: tuple[Lack, ...] = ()
 
 
 def make_subject(
@@ -216,18 +218,21 @@ def make_subject(
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     name = type(config).__name__.removesuffix("Config")
     drops_out = bool(switch(copy.deepcopy(config), 0.0))
-    depth, own, notes = layers or max(LAYERS, layout.pp * layout.vpp), False, []
+    lacks: list[Lack] = []
     if full_size:
         if overrides or layers is not None:
             raise ConfigError(
                 "--hf-override and --layers change a small copy; --full-size takes the model as it is"
             )
         hf_model = str(local_folder(hf_model))
-        depth, own = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0), has_weights(hf_model)
+        depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
         dropouts = switch(config, 0.0)
-        notes += [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
+        notes = [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
     else:
-        config = small_copy(config, layers=depth, objective=objective)
+        of_classes: dict[str, Any] = {"objective": objective, "trust_remote_code": trust_remote_code}
+        config, depth, lacks = covering_copy(config, layers, stages=layout.pp * layout.vpp, **of_classes)
+        notes = [f"no layer of the copy is like {lack}: --layers or --full-size gives it one" for lack in lacks]
+    own = full_size and has_weights(hf_model)
     if adapter is not None:
         load_adapter(adapter, config.model_type)  # what is wrong with it is told before any rank starts
     build_definition(config, objective, trust_remote_code=trust_remote_code)  # or says why there is none
@@ -243,9 +248,8 @@ def make_subject(
     weights = None if own else str(target / "model.safetensors")
     batches = str(target.with_name("batches.safetensors"))
     found = Subject(str(target), name, depth, objective, weights, batches, trust_remote_code, not full_size)
-    # The ranks may run elsewhere.
-    adapter = None if adapter is None else os.path.abspath(adapter)
-    return replace(found, drops_out=drops_out, notes=tuple(notes), adapter=adapter)
+    adapter = None if adapter is None else os.path.abspath(adapter)  # the ranks may run elsewhere
+    return replace(found, drops_out=drops_out, notes=tuple(notes), lacks=tuple(lacks), adapter=adapter)
 
 
 def _link(hf_model: str, target: Path) -> None:

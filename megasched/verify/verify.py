@@ -133,7 +133,7 @@ def _near(calls: Sequence[Call]) -> tuple[Call, ...]:
 
 def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
     """Runs ``_fill``, and again with other data where rounding decides."""
-    notes = found.notes
+    notes, found.lacks = found.notes, [str(lack) for lack in steps.subject.lacks]
     for _ in range(MOST_DATA):
         _fill(found, steps, schedule, without)
         finding = found.finding

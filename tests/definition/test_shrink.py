@@ -1,8 +1,10 @@
 """Small configs: every architecture gets one in the sizes of the checks, and nothing in it hides a mistake."""
 
 import re
+from typing import ClassVar
 
 import pytest
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megasched.definition.small_models.shrink import LAYERS, MULTIPLIER, TOKENS, VOCABULARY, shrink, shrink_copy
@@ -101,6 +103,58 @@ def test_a_copy_keeps_flags_and_choices():
     assert {name: getattr(small, name) for name in kept} == {name: getattr(config, name) for name in kept}
     assert (small.hidden_size, small.num_hidden_layers, small.vocab_size) == (64, 4, VOCABULARY)
     assert (config.hidden_size, config.num_hidden_layers) == (4096, 32)
+
+
+class Declared(PretrainedConfig):
+    model_type = "declared"
+
+    def __init__(self, vocab_size=99, hidden_size=512, num_hidden_layers=9, depth_scale=1.0, period=6, **more):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.depth_scale, self.period, self.inner = depth_scale, period, 3 * hidden_size
+        super().__init__(**more)
+
+
+class OfLlama(LlamaConfig):
+    model_type = "of_llama"
+
+    def __init__(self, period=6, *, needed, **more):
+        self.period, self.needed = period, needed
+        super().__init__(**more)
+
+
+class Plain(LlamaConfig):
+    model_type = "plain"
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (Declared(hidden_size=2048, period=3, depth_scale=0.5), {"period": 3, "depth_scale": 0.5, "inner": 192}),
+        (Declared(own_switch=True), {"period": 6, "own_switch": True}),
+        (OfLlama(needed=2, period=3, hidden_act="relu"), {"period": 3, "needed": 2, "hidden_act": "relu"}),
+        (Plain(own_switch=True, hidden_act="relu"), {"own_switch": True, "hidden_act": "relu"}),
+    ],
+)
+def test_a_copy_of_a_config_of_ones_own_has_what_it_was_given(config, kept):
+    """A class may have a constructor of its own, and transformers makes a dataclass of it all the same."""
+    small = small_copy(config)
+    assert {name: getattr(small, name) for name in kept} == kept
+    assert (small.hidden_size, small.num_hidden_layers, small.vocab_size) == (64, 4, VOCABULARY)
+
+
+class Renamed(PretrainedConfig):
+    model_type = "renamed"
+    attribute_map: ClassVar = {"num_hidden_layers": "depth", "hidden_size": "width"}
+
+    def __init__(self, width=512, depth=9, **more):
+        self.width, self.depth = width, depth
+        super().__init__(**more)
+
+
+@pytest.mark.parametrize("layers", [4, 6])
+def test_a_copy_goes_by_the_usual_names_of_fields_that_a_config_calls_otherwise(layers):
+    small = small_copy(Renamed(), layers=layers)
+    assert (small.width, small.depth, small.num_hidden_layers) == (64, layers, layers)
 
 
 @pytest.mark.parametrize(("groups", "small"), [(32, 4), (8, 2), (1, 1)])

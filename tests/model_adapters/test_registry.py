@@ -87,6 +87,18 @@ def test_a_glob_that_matches_nothing(llama, kind):
         adapter.bind(llama)
 
 
+def test_a_glob_of_attributes_is_about_the_modules_that_have_one(llama):
+    """Layers of other kinds may stand there; where no module has one, all are named when the model is planned."""
+    mlps, attentions = ([f"model.layers.{index}.{name}" for index in range(2)] for name in ("mlp", "self_attn"))
+
+    def bound(glob, *names):
+        return list(Adapter(("llama",), {}, local_attributes={glob: names}).bind(llama).local_attributes)
+
+    assert bound("model.layers.*", "intermediate_size", "nothing") == mlps
+    assert bound("model.layers.*", "head_dim") == attentions
+    assert bound("model.layers.*.mlp", "nothing") == mlps
+
+
 def test_a_role_that_does_not_exist(llama):
     with pytest.raises(ValueError, match=r"model\.norm: unknown role 'norm\.last'; roles are embed\.tokens"):
         Adapter(model_types=("llama",), roles={"model.norm": "norm.last"}).bind(llama)

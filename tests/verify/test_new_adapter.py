@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from torch import nn
 from transformers import AutoConfig
 
 from megasched.definition.build import build_definition
@@ -15,6 +16,7 @@ from megasched.errors import ConfigError
 from megasched.layers import attention
 from megasched.model_adapters.registry import load_adapter
 from megasched.verify.new_adapter import new_adapter as module
+from megasched.verify.new_adapter.adapter_source import write_source
 from megasched.verify.new_adapter.new_adapter import new_adapter, unusual_calls, write_new
 from megasched.verify.parity import Outcome
 from tests import tiny
@@ -85,6 +87,30 @@ def test_a_decoder_of_known_form_takes_at_most_15_lines(model_type, tmp_path):
         [sys.executable, "-m", "ruff", "format", "--isolated", "--check", file], capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stdout
+
+
+class Mean(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.out = nn.Linear(size, size, device="meta")
+
+    def forward(self, hidden_states, **more):
+        return self.out(hidden_states.cumsum(1)), None
+
+
+def test_attributes_of_one_kind_of_layer_are_named_without_its_numbers(tmp_path):
+    """Layers of another kind stand between them, and a copy may have its own elsewhere."""
+    from megasched.verify.new_adapter.proposal import found_roles, propose
+
+    model = build_definition(small_config("gpt_neo"))
+    for layer in model.transformer.h[::2]:
+        layer.attn.attention = Mean(64)
+    proposal = propose(model, found_roles(model))
+    assert proposal.local_attributes == {"transformer.h.*.attn.attention": ("num_heads",)}
+    file = tmp_path / "adapter.py"
+    file.write_text(write_source(proposal, transformers="5"))
+    bound = load_adapter(str(file), "gpt_neo").bind(model)
+    assert list(bound.local_attributes) == [f"transformer.h.{index}.attn.attention" for index in (1, 3)]
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "stablelm", "persimmon"])

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import GPT2Config, MistralConfig
 
@@ -9,6 +10,7 @@ from megasched.definition.small_models.small_models import small_config, write_m
 from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, unreached_windows
 from megasched.verify.plain.runs import Batches, PlainModel
+from megasched.verify.steps import make_subject
 from megasched.verify.verify import verify_schedule
 
 TP2 = ParallelDims(tensor_model_parallel_size=2)
@@ -117,3 +119,73 @@ def test_experts_that_no_token_reached_are_named(ranks, tmp_path):
 def test_a_window_that_no_sequence_is_longer_than_is_named():
     assert unreached_windows(small_config("mistral"), TP2) == {}
     assert unreached_windows(MistralConfig(sliding_window=4096), TP2) == {"sliding_window": 4096}
+
+
+HYBRID = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class HybridConfig(LlamaConfig):
+    model_type = "hybrid"
+
+    def __init__(self, period=2, **more):
+        self.period = period
+        super().__init__(**more)
+
+
+class Mean(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states, **more):
+        return self.out(hidden_states.cumsum(1) / hidden_states.shape[1]), None
+
+
+class Hybrid(LlamaForCausalLM):
+    config_class = HybridConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            if (index + 1) % config.period:
+                layer.self_attn = Mean(config)
+        self.post_init()
+"""
+HYBRID_LACKS = ["model.layers.5 (self_attn: LlamaAttention)"]
+
+
+def hybrid(folder):
+    config = small_config("llama").to_dict() | {"model_type": "hybrid", "period": 6, "num_hidden_layers": 8}
+    config["auto_map"] = {"AutoConfig": "hybrid.HybridConfig", "AutoModelForCausalLM": "hybrid.Hybrid"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hybrid.py").write_text(HYBRID)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "depth", "lacks"),
+    [
+        (None, ParallelDims(), 6, []),
+        (None, ParallelDims(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), 8, []),
+        (4, ParallelDims(), 4, HYBRID_LACKS),
+    ],
+)
+def test_a_copy_is_as_deep_as_it_takes_to_have_every_kind_of_layer(tmp_path, layers, layout, depth, lacks):
+    """Which layer is of which kind stands in the code, and the values of a config in its file."""
+    options = {"full_size": False, "layers": layers, "overrides": (), "trust_remote_code": True}
+    subject = make_subject(hybrid(tmp_path), tmp_path / "model", layout, **options)
+    assert (subject.layers, [str(lack) for lack in subject.lacks]) == (depth, lacks)
+    assert subject.notes[:1] == tuple(
+        f"no layer of the copy is like {lack}: --layers or --full-size gives it one" for lack in lacks
+    )
+
+
+def test_a_small_copy_that_lacks_a_layer_says_so(ranks, tmp_path):
+    options = {"trust_remote_code": True, "ranks": ranks, "layers": 4}
+    found = verify_schedule("auto", hybrid(tmp_path), ParallelDims(), **options)
+    assert (found.verdict, found.why) == ("equal", "")
+    assert found.to_dict()["lacks"] == HYBRID_LACKS
+    assert found.notes == [f"no layer of the copy is like {HYBRID_LACKS[0]}: --layers or --full-size gives it one"]

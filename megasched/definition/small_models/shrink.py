@@ -143,7 +143,7 @@ def deepen(config: PretrainedConfig, layers: int) -> None:
     """Sets the number of layers of a small config; lists with one entry per layer are repeated."""
     text = _text(config)
     for name, value in list(vars(text).items()):
-        if isinstance(value, int) and _DEPTH.fullmatch(name):
+        if isinstance(value, int) and _DEPTH.fullmatch(_usual_name(type(text), name)):
             setattr(text, name, layers)
         elif isinstance(value, list) and len(value) == LAYERS:
             setattr(text, name, [value[index % LAYERS] for index in range(layers)])
@@ -156,9 +156,11 @@ def _arguments(
     defaults = _defaults(config_class)
     found: dict[str, Any] = {}
     if given is not None:
-        defaults |= {name: value for name, value in vars(given).items() if name in defaults}
+        fields = defaults.keys() | _undeclared(config_class, given)
+        defaults |= {name: value for name, value in vars(given).items() if name in fields}
         found = {name: value for name, value in defaults.items() if _is_kept(config_class, name, value)}
-    found |= {name: value for name, default in defaults.items() if (value := _small(name, default)) is not None}
+    usual = {name: _usual_name(config_class, name) for name in defaults}
+    found |= {name: value for name, own in defaults.items() if (value := _small(usual[name], own)) is not None}
     if given is not None:
         found |= _same_grouping(given, found) | _every_kind(defaults)
     if "kv_lora_rank" in defaults and "num_key_value_heads" in found:
@@ -177,6 +179,29 @@ def _arguments(
         if not ("text" in name or "decoder" in name):
             found[name] = part(**{**_arguments(part, dict(own), values), **_two_layers(part)})
     return {**found, **changes}
+
+
+def _undeclared(config_class: type[PretrainedConfig], given: PretrainedConfig) -> set[str]:
+    """Returns the fields of a config that a class of somebody's own takes, and reads, without declaring them."""
+    if _is_of_transformers(config_class):
+        return set()
+    try:
+        made = vars(config_class())
+    except (
+        Exception
+    ):  # a class without defaults that fit: what it sets by itself can't be told from what it is given
+        return set()
+    return {name for name in vars(given).keys() - made.keys() - {"auto_map"} if not name.startswith("_")}
+
+
+def _usual_name(config_class: type[PretrainedConfig], name: str) -> str:
+    """Returns the usual name of a field, where a class of somebody's own maps that to the name it has."""
+    names = {} if _is_of_transformers(config_class) else config_class.attribute_map
+    return next((usual for usual, own in names.items() if own == name), name)
+
+
+def _is_of_transformers(config_class: type[PretrainedConfig]) -> bool:
+    return config_class.__module__.partition(".")[0] == "transformers"
 
 
 def _is_kept(config_class: type[PretrainedConfig], name: str, value: Any) -> bool:
@@ -234,15 +259,39 @@ def _is_special(name: str, default: Any) -> bool:
 
 
 def _defaults(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """Returns the fields of a config class with their defaults; None for a field without a default."""
+    """Returns the fields of a config class with their defaults; None for a field without a default.
+
+    transformers makes a dataclass of each config class, and leaves a constructor that a class brings of its own:
+    fields of such a class are its arguments, and what it hands on are those of the next class.
+    """
     if not dataclasses.is_dataclass(config_class):
-        parameters = inspect.signature(config_class.__init__).parameters.values()
-        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    found = {}
+        return _parameters(config_class)[0]
+    found: dict[str, Any] = {}
+    for base in config_class.__mro__:
+        if _has_own_constructor(base):
+            own, more = _parameters(base)
+            found = own | found
+            if not more:
+                return found
     for field in dataclasses.fields(config_class):
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else None
-        found[field.name] = made if field.default is dataclasses.MISSING else field.default
+        found.setdefault(field.name, made if field.default is dataclasses.MISSING else field.default)
     return found
+
+
+def _has_own_constructor(base: type) -> bool:
+    """Returns whether somebody wrote the constructor of a config class: those of dataclasses are made."""
+    constructor = vars(base).get("__init__")
+    made = getattr(inspect.unwrap(constructor), "__code__", None) if constructor else None
+    return made is not None and made.co_filename != "<string>"
+
+
+def _parameters(config_class: type) -> tuple[dict[str, Any], bool]:
+    """Returns the arguments of a class's constructor with their defaults, and whether it hands others on."""
+    _, *parameters = inspect.signature(config_class.__init__).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    found = {p.name: None if p.default is p.empty else p.default for p in named}
+    return found, len(named) < len(parameters)
 
 
 def _parts(config_class: type[PretrainedConfig]) -> dict[str, type[PretrainedConfig]]:

@@ -222,6 +222,7 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
         wrong.append(f"its verdict is {verdict!r}")
     if held["found"].get("bf16"):
         wrong.append("it was made with --bf16, which compares fewer numbers, and those of one step")
+    wrong += [f"its copy of the model had no layer like {lack}" for lack in held["found"].get("lacks", ())]
     for package, wanted in subject["versions"].items():
         other = held["versions"].get(package)
         if other != wanted:

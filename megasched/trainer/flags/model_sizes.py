@@ -94,7 +94,7 @@ def required(config: PretrainedConfig, dest: str, names: tuple[str, ...]) -> Sou
     if found is None:
         raise ConfigError(
             f"{type(config).__name__} has none of {', '.join(names)}, so Megatron's {dest} is unknown; "
-            "if this config calls it otherwise, add the name in megasched/trainer/flags/model_sizes.py"
+            f"if this config calls it otherwise, its class must say so: attribute_map = {{{names[0]!r}: ITS NAME}}"
         )
     if isinstance(found.value, list | tuple):
         raise ConfigError(

@@ -15,7 +15,8 @@ from torch import nn
 from megasched.analysis.find_layer_stack import find_layer_stack
 from megasched.analysis.trials import attention_switch
 from megasched.definition.build import build_definition, load_config
-from megasched.definition.small_models.small_models import copy_code, small_copy, write_model
+from megasched.definition.small_models.covering import Lack, covering_copy
+from megasched.definition.small_models.small_models import copy_code, write_model
 from megasched.errors import ConfigError, ScheduleError
 from megasched.files import write_whole
 from megasched.language.roles import ROLES, Roles
@@ -88,7 +89,10 @@ def new_adapter(
         ConfigError: there is no definition for the config, or no small copy of it can be made.
     """
     config = load_config(hf_model, trust_remote_code=trust_remote_code)
-    small_config = small_copy(config) if check else None
+    small_config = None
+    lacks: list[Lack] = []
+    if check:
+        small_config, _, lacks = covering_copy(config, trust_remote_code=trust_remote_code)
     model = _definition(config, trust_remote_code)
     roles = found_roles(model)
     proposal = propose(model, roles)
@@ -109,6 +113,7 @@ def new_adapter(
         small = _definition(small_config, trust_remote_code)
         sizes = propose(small, found_roles(small)).packed
         checked = write_source(replace(proposal, packed=sizes), transformers=version("transformers"))
+        found.still_open += [f"no layer of the copy that is checked is like {lack}" for lack in lacks]
         found.outcomes = check_source(checked, small_config, hf_model, trust_remote_code, progress)
     return found
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megasched.analysis.find_layer_stack import layer_stack_of
 from megasched.analysis.roles.infer import infer_roles
-from megasched.language.roles import Roles
+from megasched.language.roles import Roles, counts_by
 from megasched.model_adapters.generic import read_plan
 from megasched.verify.new_adapter.globs import fold_paths
 from megasched.verify.new_adapter.naming import name_roles, parts_of
@@ -61,5 +61,7 @@ def propose(model: nn.Module, roles: Roles) -> Proposal:
         left_out |= {path: f"its output has parts of {part}, {reason}" for path, part in parts.items()}
     paths = [path for path, _ in model.named_modules()]
     in_order = {path: named[path] for path in paths if path in named and path not in left_out}
-    local = fold_paths(dict(roles.local_attributes), paths)
+    names = {name for of_one in roles.local_attributes.values() for name in of_one}
+    counting = [path for path in paths if counts_by(model.get_submodule(path), names)]
+    local = fold_paths(dict(roles.local_attributes), counting)
     return Proposal(model.config.model_type, fold_paths(in_order, paths), packed, local, left_out)

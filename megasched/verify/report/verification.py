@@ -40,6 +40,7 @@ class Verification:
         why: reason of a verdict that is not ``equal``; for ``equal``, a note on differences by rounding.
         finding: place where it goes wrong, if it does and the place was found.
         notes: what was changed in the model, and what no check sees of it.
+        lacks: layers of the model that the small copy had none like.
     """
 
     schedule: str
@@ -56,6 +57,7 @@ class Verification:
     bf16: bool = False
     objective: str = CAUSAL_LM.name
     notes: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> bool:

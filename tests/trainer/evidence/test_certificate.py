@@ -86,6 +86,13 @@ def test_one_that_was_made_in_bf16_is_refused(tmp_path, schedule):
     assert "it was made with --bf16" in refusal(path, schedule)
 
 
+def test_one_of_a_copy_that_lacks_a_layer_of_the_model_is_refused(tmp_path, schedule):
+    path = tmp_path / "certificate.json"
+    found = {"verdict": "equal", "lacks": ["layers.5 (mixer: Attention)"]}
+    write_certificate(path, subject_of(schedule, definition(), SMALL), found)
+    assert "its copy of the model had no layer like layers.5 (mixer: Attention)" in refusal(path, schedule)
+
+
 def test_everything_that_differs_is_told_at_once(tmp_path, schedule):
     path = certified(tmp_path, schedule, verdict="wrong")
     held = json.loads(path.read_text())
