@@ -7,9 +7,10 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from megasched.definition.objectives import objective_of
 from megasched.errors import ConfigError
 from megasched.files import write_whole
 from megasched.language.parallel_dims import ParallelDims
-from megasched.language.schedule_file import SCHEDULE, split_file
+from megasched.language.schedule_file import SCHEDULE, find_schedule, split_file
 from megasched.model_adapters.adapter_file import ADAPTER_FILE
 from megasched.model_adapters.registry import adapter_origin
 from megasched.reading.files import Expected, read_bytes
@@ -29,12 +30,12 @@ from megasched.transformers_names import MODEL_NAME
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORMAT = 3
+FORMAT = 4
 FLAG = "--require-certificate"
 CERTIFICATE = Expected(f"a certificate of format {FORMAT}, which `megasched verify` writes", flag=FLAG)
 _KNOWN = {
     **{"versions": {str: str}, "schedule": {}, "model": {}, "adapter": {}, "classes": {str: str}},
-    **{"parallelism": {str: bool}, "found": {}},
+    **{"parallelism": {str: bool}, "imports": {str: str}, "found": {}},
 }
 LIBRARIES = frozenset({"transformers", "torch", *sys.stdlib_module_names})
 PACKAGES = ("megasched", "megatron-core", "transformers", "torch")
@@ -57,6 +58,9 @@ def subject_of(
     config = definition.config
     file, name = split_file(schedule)
     text = b"" if file is None else read_bytes(file, SCHEDULE)
+    installed = adapter_origin(config.model_type) if adapter is None else ""
+    mains = [Path(one) for one in (file, adapter) if one is not None]
+    files, imports = _files_of(definition, mains, [_module_of(schedule), *_module_in(installed)])
     values = {key: value for key, value in config.to_dict().items() if key not in _IGNORED}
     return {
         "versions": {package: version(package) for package in PACKAGES},
@@ -67,19 +71,19 @@ def subject_of(
             "sha256": _hash(json.dumps(values, sort_keys=True).encode()),
         },
         "adapter": {
-            "installed": adapter_origin(config.model_type) if adapter is None else "",
+            "installed": installed,
             "sha256": _hash(b"" if adapter is None else read_bytes(adapter, ADAPTER_FILE)),
         },
-        "classes": {**sources_of(definition), **({} if file is None else files_beside(file))},
+        "classes": {**sources_of(definition), **_hashes([found for found in files if found not in mains])},
+        "imports": imports,
         "parallelism": _kinds(layout),
     }
 
 
 def sources_of(definition: PreTrainedModel) -> dict[str, str]:
-    """Returns hashes of the source of a definition's classes and their bases, and of files around them.
+    """Returns hashes of the source of a definition's classes and their bases, under ``file.name``.
 
-    A class is under ``file.name``. Under the name of a file is the hash of all of it, as classes call functions
-    beside them, and in other files. Code of transformers and torch is left out: their versions stand for it.
+    Code of transformers and torch is left out: their versions stand for it.
 
     Raises:
         ConfigError: a class has no source that can be read.
@@ -92,41 +96,64 @@ def sources_of(definition: PreTrainedModel) -> dict[str, str]:
         except (OSError, TypeError) as error:
             what = f"no certificate speaks for {kind.__module__}.{name}: its source can't be read"
             raise ConfigError(what) from error
-    modules = {kind.__module__ for kind in custom_classes(definition)}
-    found |= _hashes(_files_of({name: file for name in modules if (file := _file(name))}))
     return dict(sorted(found.items()))
 
 
-def files_beside(schedule: Path) -> dict[str, str]:
-    """Returns hashes of the files that a schedule imports, by their names: what it puts into a model is there."""
-    main = ""  # it is no module that others import
-    return _hashes([file for file in _files_of({main: schedule}) if file != schedule])
+def _module_of(schedule: str) -> str:
+    """Returns the module of a schedule that is registered under a name; empty for one in a file."""
+    if split_file(schedule)[0] is not None:
+        return ""
+    with suppress(ConfigError):  # there is none: no run has it
+        return inspect.unwrap(find_schedule(schedule)).__module__
+    return ""
+
+
+def _module_in(origin: str) -> list[str]:
+    """Returns the module that an installed adapter's origin names."""
+    return [origin.partition(" = ")[2].partition(":")[0]] if origin else []
 
 
 def _hashes(files: Sequence[Path]) -> dict[str, str]:
     """Returns hashes by the names of files; of several with one name, a hash of all."""
     by_name: dict[str, list[str]] = {}
-    for file in files:
+    for file in sorted(files):
         by_name.setdefault(file.name, []).append(_hash(file.read_bytes()))
     return {name: of[0] if len(of) == 1 else _hash(" ".join(sorted(of)).encode()) for name, of in by_name.items()}
 
 
-def _files_of(todo: dict[str, Path]) -> list[Path]:
-    """Returns the files of modules and of those that they import, but not of installed packages.
+def _files_of(
+    definition: PreTrainedModel, mains: Sequence[Path], modules: Sequence[str]
+) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files of a definition's classes, of other files and modules, and of all that these import.
 
-    Imports inside of functions count, and nothing is imported to look at it.
+    Classes call functions beside them and in other files, and a schedule puts into a model what it imports.
+    Imports inside of functions count, and nothing is imported to look at it. Installed packages are returned with
+    their versions instead.
     """
-    met = dict[str, Path]()
+    names = {kind.__module__ for kind in custom_classes(definition)} | set(modules)
+    todo = {name: file for name in names if (file := _file(name))}
+    todo |= {f" {number}": main for number, main in enumerate(mains)}  # they are no modules that others import
+    met, used = dict[str, Path](), set[str](names)
     while todo:
         name, file = todo.popitem()
         met[name] = file
         module = vars(sys.modules[name]).values() if name in sys.modules else ()
         users = {one.__name__ if inspect.ismodule(one) else getattr(one, "__module__", None) for one in module}
         for user in {*_imported(name, file), *users}:
-            found = _file(user) if isinstance(user, str) and user not in met else None
-            if found is not None:
+            if not isinstance(user, str) or user in met:
+                continue
+            used.add(user)
+            if found := _file(user):
                 todo[user] = found
-    return list(dict.fromkeys(met.values()))
+    return list(dict.fromkeys(met.values())), _versions(used)
+
+
+def _versions(modules: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of the packages that modules are of, but for Python's own and those of ``PACKAGES``."""
+    tops = {name.partition(".")[0] for name in modules} - LIBRARIES - {"", "megasched", "megatron"}
+    packages = packages_distributions() if tops else {}
+    held = {package for top in tops for package in packages.get(top, ())} - {*PACKAGES}
+    return {package: version(package) for package in sorted(held)}
 
 
 def _file(name: str) -> Path | None:
@@ -231,6 +258,9 @@ def require_certificate(path: Path, subject: Mapping[str, Any]) -> None:
         if held.get(what) != subject[what]:
             wrong.append(f"the {what} is another one")
     wrong += _changed(held["classes"], subject["classes"])
+    for package in subject["imports"].keys() & held["imports"].keys():
+        here, other = subject["imports"][package], held["imports"][package]
+        wrong += [f"{package}, which its code imports, is {here} here, and was {other}"] if here != other else []
     known = held["parallelism"]
     missing = [kind for kind, used in subject["parallelism"].items() if used and not known.get(kind)]
     if missing:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import linecache
 import sys
+from importlib.metadata import EntryPoint, version
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from megasched.errors import ConfigError
+from megasched.language import schedule_file
 from megasched.language.parallel_dims import ParallelDims
 from megasched.trainer.evidence.certificate import (
     read_certificate,
@@ -138,9 +140,9 @@ def test_an_option_that_was_not_checked_is_another_model(tmp_path, schedule):
     [
         (None, "No such file"),
         ("{", "it is no JSON"),
-        ("[]", "the whole is a list, an object is due; expected a certificate of format 3"),
-        ('{"format": 9}', "it is of format 9; expected a certificate of format 3"),
-        ('{"format": 3, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
+        ("[]", "the whole is a list, an object is due; expected a certificate of format 4"),
+        ('{"format": 9}', "it is of format 9; expected a certificate of format 4"),
+        ('{"format": 4, "versions": {"torch": 2}}', r"versions\.torch is 2, text is due"),
     ],
 )
 def test_what_is_no_certificate_is_refused(tmp_path, text, words):
@@ -233,6 +235,88 @@ def test_what_a_schedule_imports_that_has_changed_is_told(tmp_path, monkeypatch,
     (tmp_path / "mine" / "deep.py").unlink()
     assert "deep.py has other code beside its classes" in refusal(path, str(schedule))
     assert not {"mine", "mine.deep"} & sys.modules.keys()
+
+
+def test_what_an_adapter_imports_that_has_changed_is_told(tmp_path, schedule, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "globs_of_mine.py").write_text("OUT = 'attn.out'\n")
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text("from globs_of_mine import OUT\n")
+
+    def subject():
+        return subject_of(schedule, definition(), SMALL, str(adapter))
+
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject(), {"verdict": "equal"})
+    require_certificate(path, subject())
+    (tmp_path / "globs_of_mine.py").write_text("OUT = 'column'\n")
+    with pytest.raises(ConfigError, match=r"globs_of_mine\.py has other code"):
+        require_certificate(path, subject())
+
+
+@pytest.fixture
+def of_an_editable_package(tmp_path, monkeypatch):
+    """A module whose file changes, and its version does not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "values_of_package.py").write_text("HALF = 0.5\n")
+    text = "import values_of_package\n\ndef schedule(sch, layout, a=0): ...\n"
+    (tmp_path / "editable.py").write_text(text)
+    yield tmp_path
+    sys.modules.pop("editable", None)
+    sys.modules.pop("values_of_package", None)
+
+
+def test_the_code_of_an_installed_adapter_counts(of_an_editable_package, tmp_path, schedule, monkeypatch):
+    origin = "mine = editable:ADAPTER of package 1.1"
+    monkeypatch.setattr("megasched.trainer.evidence.certificate.adapter_origin", lambda model_type: origin)
+    path = certified(tmp_path, schedule)
+    require_certificate(path, subject_of(schedule, definition(), LARGE))
+    (of_an_editable_package / "values_of_package.py").write_text("HALF = 0.25\n")
+    assert "values_of_package.py has other code beside its classes" in refusal(path, schedule)
+
+
+def test_the_code_of_a_registered_schedule_counts(of_an_editable_package, tmp_path, monkeypatch):
+    point = EntryPoint("theirs", "editable:schedule", schedule_file.GROUP)
+    monkeypatch.setattr(schedule_file, "entry_points", lambda group: [point])
+    path = certified(tmp_path, "theirs:a=1")
+    require_certificate(path, subject_of("theirs:a=1", definition(), LARGE))
+    (of_an_editable_package / "editable.py").write_text("def schedule(sch, layout, a=0): 1 / 0\n")
+    told = refusal(path, "theirs:a=1")
+    assert "editable.py has other code beside its classes" in told
+
+
+def test_of_two_files_of_one_name_both_count(tmp_path, monkeypatch):
+    """One beside the schedule, and one that the model's code imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("of_model", "of_schedule"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+        (tmp_path / package / "ops.py").write_text("from torch import nn\n")
+    text = HEAD.replace("def half(x):\n    return x / 2\n", "from of_model.ops import half\n")
+    (tmp_path / "of_model" / "ops.py").write_text("def half(x):\n    return x / 2\n")
+    schedule = tmp_path / "schedule.py"
+    schedule.write_text("import of_schedule.ops\n")
+    given = definition(None, module_of(tmp_path, text))
+    path = tmp_path / "certificate.json"
+    write_certificate(path, subject_of(str(schedule), given, SMALL), {"verdict": "equal"})
+    require_certificate(path, subject_of(str(schedule), given, SMALL))
+    (tmp_path / "of_model" / "ops.py").write_text("def half(x):\n    return x / 3\n")
+    with pytest.raises(ConfigError, match=r"ops\.py has other code"):
+        require_certificate(path, subject_of(str(schedule), given, SMALL))
+
+
+def test_another_version_of_a_package_that_the_code_imports_is_told(tmp_path):
+    schedule = tmp_path / "schedule.py"
+    schedule.write_text("import safetensors\nimport math\nimport megasched\n")
+    path = certified(tmp_path, str(schedule))
+    held = json.loads(path.read_text())
+    assert held["imports"] == {"safetensors": version("safetensors")}
+    path.write_text(json.dumps(held | {"imports": {"safetensors": "0.1"}}))
+    assert f"safetensors, which its code imports, is {version('safetensors')} here, and was 0.1" in refusal(
+        path, str(schedule)
+    )
+    path.write_text(json.dumps(held | {"imports": {}}))
+    require_certificate(path, subject_of(str(schedule), definition(), LARGE))
 
 
 def test_a_schedule_may_say_itself_where_its_imports_lie(tmp_path, monkeypatch):
