@@ -10,7 +10,7 @@ from megasched.verify import bfloat16, parity
 from megasched.verify.locate.dropout_masks import wrong_masks
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
-from megasched.verify.numbers import Check, Errors, Number, difference, errors_of, own_errors
+from megasched.verify.numbers import VALIDATION, Check, Errors, Number, difference, errors_of, own_errors
 from megasched.verify.parity import refusal_of
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.ranks.pool import RankError
@@ -32,6 +32,7 @@ _ROWS = {
     "grad_norm": "gradient norm",
     "weight": "weights",
     "buffer": "buffers",
+    "validation": "validation loss",
 }
 Judgement = tuple[list[Check], str, Finding | None]
 
@@ -162,6 +163,8 @@ class StepComparison:
 
     def _find(self, errors: Errors, wrong: dict[Number, float], states: bool) -> Finding | None:
         """Finds where the run goes wrong first; runs the steps again to watch any but the first micro-batch."""
+        if wrong.keys() == {VALIDATION} and not states:
+            return None  # no module was watched in it
         look = first_wrong(wrong, states)
         if look is None:
             locator = self._locator(self.reports, first_step(self.plain), FIRST)

@@ -14,7 +14,7 @@ from megasched.verify.reference import apart, floor_of, largest_finite, relative
 from megasched.verify.trainer_run import logits_of
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
-KINDS = ("loss", "output", "logits", "gradient", "grad_norm", "weight", "buffer")
+KINDS = ("loss", "output", "logits", "gradient", "grad_norm", "weight", "buffer", "validation")
 
 
 @dataclass
@@ -49,6 +49,9 @@ class Number:
     kind: str
     step: int = -1
     name: str = ""
+
+
+VALIDATION = Number("validation")
 
 
 @dataclass
@@ -91,6 +94,9 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
         for rank, report in enumerate(held):
             found.add(Number("grad_norm", step), off_by(report.grad_norms[step], run.grad_norms[step]), rank)
         _add_logits(found, step, logits_of(held, step), run.logits[step])
+    for report in held:
+        if report.validation is not None and run.validation is not None:
+            found.add(VALIDATION, off_by(report.validation, run.validation))
     floor = floor_of(run.gradients)
     add_replicas(found, "gradient", look_step, held, run.gradients, tp, lambda name: floor)
     add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
@@ -111,6 +117,8 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
         found.add(Number("grad_norm", step), off_by(norm, exact.grad_norms[step]))
     for step, logits in enumerate(plain.logits):
         _add_logits(found, step, logits, exact.logits[step])
+    if plain.validation is not None and exact.validation is not None:
+        found.add(VALIDATION, off_by(plain.validation, exact.validation))
     floor = floor_of(exact.gradients)
     for name, wanted in exact.gradients.items():
         found.add(Number("gradient", look_step, name), difference(plain.gradients[name], wanted, floor))

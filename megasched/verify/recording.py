@@ -21,6 +21,8 @@ class RankReport:
     Attributes:
         losses: mean loss of each iteration (last stage only).
         grad_norms: gradient norm of each iteration.
+        validation: loss of a validation after the last iteration, of a run that was looked at (last stage only);
+            None where none was made.
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
         before: as ``weights``, before the iteration that was looked at; ``gradients`` are of that iteration then.
@@ -42,6 +44,7 @@ class RankReport:
     pp_rank: int
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    validation: float | None = None
     gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     before: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
@@ -238,17 +241,18 @@ class Serving:
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         each = self._labels.shape[1] // replicas
         step, place = number // each, replica * each + number % each
+        served = step % len(self._labels)  # a validation gets the batches of the first step
         if chunk in self._open:
             self.report.sightings.merge(self._open.pop(chunk).close())
         if (step, place) == (self.look.step, self.look.micro_batch):
             self._open[chunk] = self.watch(chunk)
-        labels = self._labels[step, place]
-        own = {name: values[step, place] for name, values in self._inputs.items()}
+        labels = self._labels[served, place]
+        own = {name: values[served, place] for name, values in self._inputs.items()}
         own |= {"labels": labels.clamp_min(0), "loss_mask": labels != IGNORED}
         cut = get_batch_on_this_cp_rank(own, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
         found = dict(batch)
         for name, held in batch.items():
-            served = cut.get(_OF_FORWARD.get(name, name))
-            if served is not None and held is not None:
-                found[name] = served.to(held.dtype)
+            given = cut.get(_OF_FORWARD.get(name, name))
+            if given is not None and held is not None:
+                found[name] = given.to(held.dtype)
         return found

@@ -86,6 +86,7 @@ class Steps:
         flags += ["--trust-remote-code"] if self.subject.trust_remote_code else []
         flags += ["--adapter", self.subject.adapter] if self.subject.adapter is not None else []
         flags += ["--bf16"] if self.bf16 else []
+        flags += trainer_run.VALIDATION_FLAGS if silent and not self.bf16 else []
         batches = self._up_to(look)
         file = Path(self.subject.batches)
         batches.save(file)

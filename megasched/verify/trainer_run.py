@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
+from megasched.analysis.find_layer_stack import changed_by_evaluation
 from megasched.definition.objectives import CAUSAL_LM
 from megasched.definition.sequence_split import Zigzag
+from megasched.errors import ScheduleError
 from megasched.trainer import entry
+from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.rehearsal import rehearsal_flags
 from megasched.verify.lora import telling_adapters
 from megasched.verify.plain.watching import Watch, silence
@@ -39,11 +42,14 @@ SEQUENCE = 16
 RUN_FLAGS = (
     f"--seq-length {SEQUENCE} --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --mock-data "
-    "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-dataset-builder-threads 1 "
+    "--split 100,0,0 --eval-iters 0 --log-interval 1 --num-dataset-builder-threads 1 "
     "--no-mmap-bin-files --make-vocab-size-divisible-by 4 "
     # Some gradients are zero but for rounding (a key's bias); a larger epsilon keeps Adam from blowing that up.
     "--adam-eps 1e-5"
 ).split()
+
+# Without --eval-interval a validation is made after the last step alone.
+VALIDATION_FLAGS = ["--split", "90,10,0", "--eval-iters", "1"]
 
 _chunks: list[Any] = []
 
@@ -164,8 +170,41 @@ def _record_steps(training: Any, report: RankReport, serving: Serving | None) ->
         report.grad_norms.append(float(norm))
         return result
 
-    training.train_step = train_step
-    return lambda: setattr(training, "train_step", real)
+    def undo() -> None:
+        training.train_step = real
+        undo_validation()
+
+    training.train_step, undo_validation = train_step, _record_validation(training, report)
+    return undo
+
+
+def _record_validation(training: Any, report: RankReport) -> Callable[[], None]:
+    """Notes the loss of a validation; none is made that would change the model, or of which that is not known."""
+    real, real_print = training.evaluate, training.evaluate_and_print_results
+    made = []  # a test set follows, whose batches would be others
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        loss = result[0].get("lm loss")
+        report.validation = None if loss is None else float(loss)
+        return result
+
+    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> None:
+        session, changes = get_session(), True
+        if made:
+            return
+        made.append(args)
+        with suppress(ScheduleError):
+            structure = session.plan.structure
+            changes = structure is None or any(changed_by_evaluation(session.replaced, structure))
+        if not changes:
+            real_print(*args, **kwargs)
+
+    def undo() -> None:
+        training.evaluate, training.evaluate_and_print_results = real, real_print
+
+    training.evaluate, training.evaluate_and_print_results = evaluate, evaluate_and_print_results
+    return undo
 
 
 def _watch(chunk: Any) -> Watch:

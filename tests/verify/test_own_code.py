@@ -189,3 +189,15 @@ def test_a_small_copy_that_lacks_a_layer_says_so(ranks, tmp_path):
     assert (found.verdict, found.why) == ("equal", "")
     assert found.to_dict()["lacks"] == HYBRID_LACKS
     assert found.notes == [f"no layer of the copy is like {HYBRID_LACKS[0]}: --layers or --full-size gives it one"]
+
+
+def test_what_only_a_validation_computes_otherwise_is_wrong(ranks, tmp_path):
+    write_small_model("llama", tmp_path / "model")
+    (tmp_path / "twice.py").write_text(
+        "def twice(module, args, output):\n    return output if module.training else 2 * output\n\n"
+        'def schedule(sch, layout):\n    sch["model.layers.1.mlp"].hook("fw_post", twice)\n'
+    )
+    layout = ParallelDims(pipeline_model_parallel_size=2)
+    found = verify_schedule(f"{tmp_path}/twice.py", str(tmp_path / "model"), layout, ranks=ranks)
+    assert (found.verdict, found.why) == ("wrong", "validation loss: beyond the tolerance")
+    assert [check.name for check in found.checks if not check.equal] == ["validation loss"]

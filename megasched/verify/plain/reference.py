@@ -125,6 +125,19 @@ def step(
     return seen
 
 
+def validate(model: Any, job: Job, batches: list[Any], *, takes: Labels) -> float:
+    """Returns the loss of a global batch as an evaluation has it, each label with the same weight."""
+    model.eval()
+    whole, counted = 0.0, 0
+    with torch.no_grad(), exactly(job):
+        for inputs, labels in batches:
+            count = int((labels != IGNORED).sum())
+            whole += float(loss_of(model, inputs, labels, takes)[0]) * count
+            counted += count
+    model.train()
+    return whole / counted
+
+
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     """Returns the gradients by name; zeros for a parameter that is not used."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
@@ -197,13 +210,16 @@ def run(job: Job, folder: Path) -> Results:
     met: dict[str, Any] = {}
     with exactly(job):
         takes = labels_of(model, inputs["input_ids"][0, 0]) if job.predicts_next else Labels(moved=False)
-    for number, of_step in enumerate(labels):
-        if number == job.look_step > 0:
-            results.add("before", parameters)
-        micro_batches = [
+    batches = [
+        [
             ({name: values[number, place] for name, values in inputs.items()}, own)
             for place, own in enumerate(of_step)
         ]
+        for number, of_step in enumerate(labels)
+    ]
+    for number, micro_batches in enumerate(batches):
+        if number == job.look_step > 0:
+            results.add("before", parameters)
         seen = step(model, job, micro_batches, number, results, takes=takes)
         if seen is not None:
             note_sightings(seen, results)
@@ -223,6 +239,7 @@ def run(job: Job, folder: Path) -> Results:
         for index, part in enumerate(parts)
         if not part and (index == 0 or any(parts))
     ]
+    results.numbers["validation"] = None if job.rounded else validate(model, job, batches[0], takes=takes)
     return results
 
 

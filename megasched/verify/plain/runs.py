@@ -80,6 +80,7 @@ class PlainRun:
 
     Attributes:
         losses, grad_norms: loss and gradient norm of each step.
+        validation: loss of the first step's batch in an evaluation after the last one; None of a rounded run.
         logits: [b, s, v] of each micro-batch of each step.
         gradients: gradients by parameter name, of the step that was looked at.
         before: weights before that step; empty where it is the first one.
@@ -101,6 +102,7 @@ class PlainRun:
     sightings: Sightings
     unreached: list[str]
     silenced: list[str]
+    validation: float | None = None
 
 
 class PlainProcess:
@@ -237,4 +239,5 @@ def _read(folder: Path) -> PlainRun:
         sightings=seen,
         unreached=numbers["unreached"],
         silenced=numbers["silenced"],
+        validation=numbers["validation"],
     )
