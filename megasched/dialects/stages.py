@@ -275,22 +275,16 @@ def _leave_at_the_next(model: nn.Module, structure: LayerStack, stage: Stage) ->
         return
     held: list[torch.Tensor] = []
 
-    def keep(forward: Forward) -> Forward:
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            held[:] = [structure.slot.result(output)]
-            return output
+    def kept(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        held[:] = [structure.slot.result(output)]
+        return output
 
-        return kept
-
-    def leave(forward: Forward) -> Forward:
-        def left(*args: Any, **kwargs: Any) -> Any:
-            raise StageEnd(held.pop())
-
-        return left
+    def left(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        raise StageEnd(held.pop())
 
     last, following = structure.last_before(stage.stop), structure.called or range(structure.count)
     assert last is not None
-    wrap_forward(model.get_submodule(structure.layer_path(last)), keep)
+    wrap_forward(model.get_submodule(structure.layer_path(last)), kept)
     after = next(layer for layer in following if layer >= stage.stop)
-    wrap_forward(model.get_submodule(structure.layer_path(after)), leave)
+    wrap_forward(model.get_submodule(structure.layer_path(after)), left)

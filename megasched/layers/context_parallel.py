@@ -18,7 +18,6 @@ from megasched.analysis.stages.hooked_outputs import LeafPath, change_leaves
 from megasched.definition.mask_interface import whole_sequence
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import MegaschedError
-from megasched.graph import opaque
 from megasched.language.tensor_types import ShardDim
 from megasched.layers.batch import HasBatch
 from megasched.layers.te.attention import TeCpArgs
@@ -101,17 +100,14 @@ def enter_sequence_region(path: str, module: nn.Module, region: CpRegion, contex
     context parallelism, completes the gradients of parameters.
     """
 
-    def wrapper(forward: Forward) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            inputs, outputs = (_in_batch(places, context.batch) for places in region)
-            args, kwargs = _mapped((args, kwargs), inputs, context.gather, path)
-            with whole_sequence():
-                output = forward(*args, **kwargs)
-            return _mapped(output, outputs, context.zigzag.local_sequence, path)
+    def run(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        inputs, outputs = (_in_batch(places, context.batch) for places in region)
+        args, kwargs = _mapped((args, kwargs), inputs, context.gather, path)
+        with whole_sequence():
+            output = forward(*args, **kwargs)
+        return _mapped(output, outputs, context.zigzag.local_sequence, path)
 
-        return functools.partial(opaque.call, "sequence_region", run)
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, run, node="sequence_region")
 
 
 def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, ShardDim], context: CpGroup) -> None:
@@ -122,17 +118,12 @@ def gather_recorded(path: str, module: nn.Module, places: Mapping[LeafPath, Shar
         places: dimension of the sequence in those leaves of its output.
     """
 
-    def wrapper(forward: Forward) -> Forward:
-        def gathered(*args: Any, **kwargs: Any) -> Any:
-            inside = _in_batch(places, context.batch)
-            changes = {
-                leaf: functools.partial(context.gather_result, along=along) for leaf, along in inside.items()
-            }
-            return change_leaves(path, forward(*args, **kwargs), changes)
+    def gathered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        inside = _in_batch(places, context.batch)
+        changes = {leaf: functools.partial(context.gather_result, along=along) for leaf, along in inside.items()}
+        return change_leaves(path, forward(*args, **kwargs), changes)
 
-        return gathered
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, gathered)
 
 
 def _in_batch[Leaf](places: Mapping[Leaf, ShardDim], batch: int) -> dict[Leaf, ShardDim]:

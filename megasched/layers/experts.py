@@ -23,12 +23,11 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.graph import opaque
 from megasched.language.tensor_types import INVARIANT, REPLICATE, TpType
 from megasched.layers.build_context import BuildContext
 from megasched.layers.fused.pairs import by_expert, in_order
 from megasched.layers.linear import make_parameter
-from megasched.layers.wrap import wrap_forward
+from megasched.layers.wrap import Forward, wrap_forward
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -50,19 +49,15 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     same = context.size > 1 and tp_type in (INVARIANT, REPLICATE)
     signature = inspect.signature(type(module).forward)
 
-    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatched(forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         dispatch = partial(_dispatch, forward, total, group)
         if same:
             dispatch = partial(_share_tokens, dispatch, tp_type, context.group)
+        hidden, index, weights = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+        flat = (hidden.reshape(-1, hidden.shape[-1]), *(x.reshape(-1, x.shape[-1]) for x in (index, weights)))
+        return dispatch(*flat).view_as(hidden)
 
-        def dispatched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            hidden, index, weights = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
-            flat = (hidden.reshape(-1, hidden.shape[-1]), *(x.reshape(-1, x.shape[-1]) for x in (index, weights)))
-            return dispatch(*flat).view_as(hidden)
-
-        return partial(opaque.call, "experts", dispatched)  # a graph of a module around it would lose its backward
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, dispatched, node="experts")
 
 
 @dataclass(frozen=True)

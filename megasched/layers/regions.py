@@ -59,17 +59,14 @@ def enter_region(
         opaque.call, "enter_region", functools.partial(all_reduce_gradient, group=group)
     )
 
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            found = dict([*enumerate(args), *kwargs.items()])
-            given = {id(found[slot]): slot for slot in slots}  # one tensor may stand in several
-            taken = {key: (take_whole if slot in whole else take)(found[slot]) for key, slot in given.items()}
-            found.update({slot: taken[id(found[slot])] for slot in slots})
-            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
+    def entered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        found = dict([*enumerate(args), *kwargs.items()])
+        given = {id(found[slot]): slot for slot in slots}  # one tensor may stand in several
+        taken = {key: (take_whole if slot in whole else take)(found[slot]) for key, slot in given.items()}
+        found.update({slot: taken[id(found[slot])] for slot in slots})
+        return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
 
-        return entered
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, entered)
 
 
 def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardDim | None], group: Any) -> None:
@@ -85,18 +82,15 @@ def leave_region(module: nn.Module, slot: int | str, leaves: Mapping[int, ShardD
     """
     share = functools.partial(opaque.call, "leave_region", functools.partial(_ScaleGradient.apply, group.size()))
 
-    def wrapper(forward: Forward) -> Forward:
-        def left(*args: Any, **kwargs: Any) -> Any:
-            returned, structure = torch.utils._pytree.tree_flatten(forward(*args, **kwargs))
-            batch = (args[slot] if isinstance(slot, int) else kwargs[slot]).shape[0]
-            for index, along in leaves.items():
-                whole = returned[index]
-                returned[index] = share(whole) if along is None else _part(whole, along.dim, batch, group)
-            return torch.utils._pytree.tree_unflatten(returned, structure)
+    def left(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        returned, structure = torch.utils._pytree.tree_flatten(forward(*args, **kwargs))
+        batch = (args[slot] if isinstance(slot, int) else kwargs[slot]).shape[0]
+        for index, along in leaves.items():
+            whole = returned[index]
+            returned[index] = share(whole) if along is None else _part(whole, along.dim, batch, group)
+        return torch.utils._pytree.tree_unflatten(returned, structure)
 
-        return left
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, left)
 
 
 def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], group: Any) -> None:
@@ -108,13 +102,10 @@ def share_recorded(path: str, module: nn.Module, leaves: Sequence[LeafPath], gro
     """
     share = functools.partial(_ScaleGradient.apply, group.size())
 
-    def wrapper(forward: Forward) -> Forward:
-        def shared(*args: Any, **kwargs: Any) -> Any:
-            return change_leaves(path, forward(*args, **kwargs), dict.fromkeys(leaves, share))
+    def shared(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        return change_leaves(path, forward(*args, **kwargs), dict.fromkeys(leaves, share))
 
-        return shared
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, shared)
 
 
 def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
@@ -131,10 +122,7 @@ def _part(x: torch.Tensor, dim: int, batch: int, group: Any) -> torch.Tensor:
 def take_local_sequence(module: nn.Module, group: Any) -> None:
     """Gives a module inside a region this rank's part of the sequence: [b, s / tp, ...] of [b, s, ...]."""
 
-    def wrapper(forward: Forward) -> Forward:
-        return lambda x: forward(_part(x, 1, x.shape[0], group))
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, lambda forward, x: forward(_part(x, 1, x.shape[0], group)))
 
 
 def all_reduce_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -208,16 +196,13 @@ def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
 def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     """Splits the hidden state along the sequence to [b, s / tp, h] as it enters this (first) layer."""
 
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            hidden = slot.get(args, kwargs)
-            _check_length(hidden.shape[1], group.size())
-            args, kwargs = slot.put(_split(hidden, group), args, kwargs)
-            return forward(*args, **kwargs)
+    def entered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        hidden = slot.get(args, kwargs)
+        _check_length(hidden.shape[1], group.size())
+        args, kwargs = slot.put(_split(hidden, group), args, kwargs)
+        return forward(*args, **kwargs)
 
-        return entered
-
-    wrap_forward(layer, wrapper)
+    wrap_forward(layer, entered)
 
 
 def _check_length(length: int, tp: int) -> None:
@@ -232,16 +217,13 @@ def _check_length(length: int, tp: int) -> None:
 def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) -> None:
     """Splits further arguments with a whole sequence, computed before the layers, as they enter this layer."""
 
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(_split(value, group) if index in slots else value for index, value in enumerate(args))
-            kwargs = {name: _split(value, group) if name in slots else value for name, value in kwargs.items()}
-            return forward(*args, **kwargs)
-
-        return entered
+    def entered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_split(value, group) if index in slots else value for index, value in enumerate(args))
+        kwargs = {name: _split(value, group) if name in slots else value for name, value in kwargs.items()}
+        return forward(*args, **kwargs)
 
     if slots:
-        wrap_forward(layer, wrapper)
+        wrap_forward(layer, entered)
 
 
 def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -255,14 +237,11 @@ def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
     All TP ranks compute the same afterwards, so the gradient is only split again, not summed.
     """
 
-    def wrapper(forward: Forward) -> Forward:
-        def left(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            return slot.rewrap(output, _joined(slot.result(output), group))
+    def left(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return slot.rewrap(output, _joined(slot.result(output), group))
 
-        return left
-
-    wrap_forward(layer, wrapper)
+    wrap_forward(layer, left)
 
 
 def _joined(part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -284,33 +263,25 @@ def join_returned(
     """
     split: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
-    def remember(forward: Forward) -> Forward:
-        def remembered(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            hidden = slot.result(output)
-            split[id(hidden)] = hidden
-            return output
-
-        return remembered
+    def remembered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        hidden = slot.result(output)
+        split[id(hidden)] = hidden
+        return output
 
     def is_split(leaf: Any) -> bool:
         return split.get(id(leaf)) is leaf
 
-    def join(forward: Forward) -> Forward:
-        def joined(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if not any(map(is_split, tensors_in(output))):
-                return output
-            return torch.utils._pytree.tree_map(
-                lambda leaf: _joined(leaf, group) if is_split(leaf) else leaf, output
-            )
-
-        return joined
+    def joined(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if not any(map(is_split, tensors_in(output))):
+            return output
+        return torch.utils._pytree.tree_map(lambda leaf: _joined(leaf, group) if is_split(leaf) else leaf, output)
 
     for layer in layers:
-        wrap_forward(layer, remember)
+        wrap_forward(layer, remembered)
     for module in around:
-        wrap_forward(module, join)
+        wrap_forward(module, joined)
 
 
 def slices_of(plan: Plan, path: str) -> dict[int | str, ArgSlice]:
@@ -324,15 +295,12 @@ def slice_args(module: nn.Module, parts: Mapping[int | str, ArgSlice], group: An
     They carry no gradient, so nothing is communicated.
     """
 
-    def wrapper(forward: Forward) -> Forward:
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            found = dict([*enumerate(args), *kwargs.items()])
-            found.update({slot: _taken(found[slot], part, group) for slot, part in parts.items()})
-            return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
+    def taken(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        found = dict([*enumerate(args), *kwargs.items()])
+        found.update({slot: _taken(found[slot], part, group) for slot, part in parts.items()})
+        return forward(*(found[index] for index in range(len(args))), **{name: found[name] for name in kwargs})
 
-        return taken
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, taken)
 
 
 def _taken(x: torch.Tensor, part: ArgSlice, group: Any) -> torch.Tensor:

@@ -31,11 +31,8 @@ class Tokens(HasBatch):
 def note_batch(layer: nn.Module, slot: HiddenStateArg, tokens: Tokens) -> None:
     """Makes a layer store the batch size of its hidden state [b, s, h] in ``tokens``."""
 
-    def wrapper(forward: Forward) -> Forward:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            tokens.batch = slot.get(args, kwargs).shape[0]
-            return forward(*args, **kwargs)
+    def watched(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        tokens.batch = slot.get(args, kwargs).shape[0]
+        return forward(*args, **kwargs)
 
-        return watched
-
-    wrap_forward(layer, wrapper)
+    wrap_forward(layer, watched)

@@ -21,10 +21,23 @@ from megasched.layers.rng import fork_rng
 Forward = Callable[..., Any]
 
 
-def wrap_forward(module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-    """Replaces the module's forward by ``wrapper(forward)``, keeping its name and signature."""
+def wrap_forward(module: nn.Module, call: Callable[..., Any], *, node: str = "") -> None:
+    """Makes a call of the module be ``call(forward, *args, **kwargs)``; its forward keeps its name and signature.
+
+    Args:
+        node: if given, the whole stays one call of that name in the graph of a module around this one, which would
+            lose the backward of what ``call`` does.
+    """
     inner = module.forward
-    module.forward = functools.wraps(inner)(wrapper(inner))
+    run = functools.partial(call, inner)
+    if node:
+        run = functools.partial(opaque.call, node, run)
+
+    @functools.wraps(inner)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    module.forward = wrapped
 
 
 def takes_any_name(forward: Forward) -> Forward:
@@ -57,17 +70,11 @@ def wait_for_parameters(module: nn.Module) -> None:
 def draw_forked(module: nn.Module) -> None:
     """Makes the module draw random numbers from Megatron's model-parallel RNG state."""
 
-    def wrapper(forward: Forward) -> Forward:
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with fork_rng():
-                return forward(*args, **kwargs)
+    def forked(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        with fork_rng():
+            return forward(*args, **kwargs)
 
-        def forked(*args: Any, **kwargs: Any) -> Any:
-            return opaque.call("fork_rng", within, *args, **kwargs)  # one call in the graph of a module around it
-
-        return forked
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, forked, node="fork_rng")
 
 
 def recompute_module(module: nn.Module, path: str) -> None:
@@ -81,15 +88,9 @@ def recompute_module(module: nn.Module, path: str) -> None:
     module.megasched_recomputed = True
     kept = KeptState(module, path)
 
-    def wrapper(forward: Forward) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not (module.training and torch.is_grad_enabled()):
-                return forward(*args, **kwargs)
-            return recompute_call(kept, forward, args, kwargs)
+    def recomputed(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return recompute_call(kept, forward, args, kwargs)
 
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            return opaque.call("recompute", run, *args, **kwargs)  # as above
-
-        return recomputed
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, recomputed, node="recompute")

@@ -71,12 +71,9 @@ def _summed_over(placement: Placement, context: BuildContext) -> tuple[ProcessGr
 def _hook_when_called(module: nn.Module, held: Iterable[Held]) -> None:
     parameters = tuple(held)
 
-    def wrapper(forward: Forward) -> Forward:
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            for owner, name, group, scale in parameters:
-                sum_gradient(getattr(owner, name), group, scale)
-            return forward(*args, **kwargs)
+    def hooked(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        for owner, name, group, scale in parameters:
+            sum_gradient(getattr(owner, name), group, scale)
+        return forward(*args, **kwargs)
 
-        return hooked
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, hooked)

@@ -17,13 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasched.errors import Problem, ScheduleError
-from megasched.graph import opaque
 from megasched.language.primitives.sync import is_hook
 from megasched.language.records import Record
 from megasched.language.registry import register_lowering
 from megasched.layers.build_context import BuildContext
 from megasched.layers.images.batch_norm import share_statistics
-from megasched.layers.wrap import draw_forked, recompute_module, wrap_forward
+from megasched.layers.wrap import Forward, draw_forked, recompute_module, wrap_forward
 from megasched.lowering.probe import probe_module
 
 
@@ -33,11 +32,11 @@ def _checkpoint(module: nn.Module, record: Record, context: BuildContext) -> Non
         return
     recompute_module(module, record.path)
     if "order_args_fn" in record.arguments:
-        wrap_forward(module, partial(_in_the_same_order, module, record))
+        wrap_forward(module, _in_the_same_order(module, record))
 
 
-def _in_the_same_order(module: nn.Module, record: Record, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that refuses a call of which ``order_args_fn`` loses or changes an argument."""
+def _in_the_same_order(module: nn.Module, record: Record) -> Callable[..., Any]:
+    """Returns a wrap of a forward that refuses a call of which ``order_args_fn`` loses or changes an argument."""
     order, takes = record.arguments["order_args_fn"], inspect.signature(type(module).forward)
 
     def values(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def _in_the_same_order(module: nn.Module, record: Record, forward: Callable[...,
         bound.apply_defaults()
         return bound.arguments
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         given, asked = values(*args, **kwargs), order(*args, **kwargs)
         try:
             ordered = values(*asked)
@@ -125,21 +124,16 @@ def _sync(module: nn.Module, record: Record, context: BuildContext) -> None:
         return
     operation = _along(record.arguments.get("axis", -1), _operation(record, context))
 
-    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def synced(*args: Any, **kwargs: Any) -> Any:
-            if mode == "fwd_post":
-                output = forward(*args, **kwargs)
-                return (
-                    operation(output) if isinstance(output, torch.Tensor) else (operation(output[0]), *output[1:])
-                )
-            if args:
-                return forward(operation(args[0]), *args[1:], **kwargs)
-            first = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-            return forward(**{**kwargs, first: operation(kwargs[first])})
+    def synced(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if mode == "fwd_post":
+            output = forward(*args, **kwargs)
+            return operation(output) if isinstance(output, torch.Tensor) else (operation(output[0]), *output[1:])
+        if args:
+            return forward(operation(args[0]), *args[1:], **kwargs)
+        first = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+        return forward(**{**kwargs, first: operation(kwargs[first])})
 
-        return partial(opaque.call, "sync", synced)  # a graph of a module around it would lose its backward
-
-    wrap_forward(module, wrapper)
+    wrap_forward(module, synced, node="sync")
 
 
 def _along(axis: int, operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -118,25 +118,22 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
     if calls_loss:
         own.loss_function = gathered.before(own.loss_function)
 
-    def wrapper(forward: Forward) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = _by_name(signature, args, kwargs)
-            if not calls_loss and "labels" in given:
-                raise ConfigError(
-                    f"labels: {type(model).__name__} computes its loss by code of its own, which would see a part "
-                    "of the sequence: leave them out, and compute the loss of output.logits"
-                )
-            _refuse_other_sequences(given)
-            ids = sequences.ids(given["input_ids"])
-            given = {name: value for name, value in given.items() if name not in _SPLIT}
-            given |= sequences.positions(*ids.shape, ids.device)
-            with sequences.running(len(ids)):
-                output = forward(input_ids=ids, **given, use_cache=False)
-            return _of_whole(output, gathered)
+    def run(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        given = _by_name(signature, args, kwargs)
+        if not calls_loss and "labels" in given:
+            raise ConfigError(
+                f"labels: {type(model).__name__} computes its loss by code of its own, which would see a part "
+                "of the sequence: leave them out, and compute the loss of output.logits"
+            )
+        _refuse_other_sequences(given)
+        ids = sequences.ids(given["input_ids"])
+        given = {name: value for name, value in given.items() if name not in _SPLIT}
+        given |= sequences.positions(*ids.shape, ids.device)
+        with sequences.running(len(ids)):
+            output = forward(input_ids=ids, **given, use_cache=False)
+        return _of_whole(output, gathered)
 
-        return run
-
-    wrap_forward(model, wrapper)
+    wrap_forward(model, run)
 
 
 class _Logits:

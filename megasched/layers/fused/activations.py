@@ -57,7 +57,7 @@ def fuse_activations(model: nn.Module, here: Callable[[str], bool]) -> None:
             continue
         name = tried_once(_TRIED, comparable_state(module), partial(_activation, module))
         if name is not None:
-            wrap_forward(module, partial(_by_kernel, ACTIVATIONS[name].forward))
+            wrap_forward(module, takes_any_name(partial(_by_kernel, ACTIVATIONS[name].forward)))
 
 
 def _may_be_activation(module: nn.Module) -> bool:
@@ -75,9 +75,5 @@ def _activation(module: nn.Module) -> str | None:
     return next(matches, None)
 
 
-def _by_kernel(kernel: Pointwise, forward: Forward) -> Forward:
-    @takes_any_name
-    def fused(x: torch.Tensor) -> torch.Tensor:
-        return kernel(x)
-
-    return fused
+def _by_kernel(kernel: Pointwise, forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    return kernel(x)

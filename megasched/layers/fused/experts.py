@@ -20,7 +20,7 @@ from megasched.definition.experts import has_form
 from megasched.definition.instances import is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused.pairs import by_expert, in_order
-from megasched.layers.wrap import wrap_forward
+from megasched.layers.wrap import Forward, wrap_forward
 from megasched.transformers_names import EXPERTS
 
 _GATE = "_apply_gate"
@@ -35,7 +35,7 @@ def fuse_experts(model: nn.Module, here: Callable[[str], bool]) -> None:
         if not here(path) or not is_of_transformers(module, _GATE) or _GATE in vars(module):
             continue
         if _can_weigh_inputs(module):
-            wrap_forward(module, lambda forward, module=module: partial(grouped_experts, module))
+            wrap_forward(module, partial(_grouped, module))
         else:
             setattr(module, _GATE, partial(apply_gate, module))
 
@@ -47,6 +47,10 @@ def _can_weigh_inputs(module: Any) -> bool:
     grouped = getattr(module.config, EXPERTS, None) == "grouped_mm"
     last = module.has_bias or getattr(module, "has_post_expert_norm", False)  # what comes after the last products
     return grouped and not last and computes_as(module, grouped_experts)
+
+
+def _grouped(module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return grouped_experts(module, *args, **kwargs)
 
 
 def apply_gate(module: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:

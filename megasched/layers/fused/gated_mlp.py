@@ -58,7 +58,7 @@ def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Calla
             continue
         mlp = tried_once(_TRIED, _state(module, names), partial(_gated_mlp, module, names))
         if mlp is not None:
-            wrap_forward(module, partial(_fused, module, mlp))
+            wrap_forward(module, takes_any_name(_fused(module, mlp)))
             fused.add(parent)
     return fused
 
@@ -118,13 +118,12 @@ def _by_formula(small: nn.Module, mlp: GatedMlp, x: torch.Tensor) -> torch.Tenso
     return down(ACTIVATIONS[mlp.activation].forward(gate(x)) * up(x))
 
 
-def _fused(module: Any, mlp: GatedMlp, forward: Forward) -> Forward:
+def _fused(module: Any, mlp: GatedMlp) -> Callable[[Forward, torch.Tensor], Any]:
     gate, down = module.get_submodule(mlp.gate), module.get_submodule(mlp.down)
     product: SharedProduct = gate.fused_columns
     passed_by = [child for child in module.children() if child is not down]
 
-    @takes_any_name
-    def fused(x: torch.Tensor) -> torch.Tensor:
+    def fused(forward: Forward, x: torch.Tensor) -> Any:
         joint = product.output(x) if x.dim() in (2, 3) and all(map(_bare, passed_by)) else None
         if joint is None or len(set(joint.sizes)) > 1:
             return forward(x)

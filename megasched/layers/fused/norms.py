@@ -45,13 +45,13 @@ def fuse_norms(model: nn.Module, here: Callable[[str], bool], te: bool = False) 
         name = _epsilon_name(module)
         eps = None if name is None else getattr(module, name)
         if name is not None and _is_rms_norm(module, eps, 0.0):
-            wrap_forward(module, _fused(module, name))
+            wrap_forward(module, takes_any_name(partial(_fused, module, name)))
         elif not is_of_transformers(module):
             continue
         elif te and eps is not None and _is_rms_norm(module, eps, 1.0):
-            wrap_forward(module, partial(_zero_centered, module, eps))
+            wrap_forward(module, takes_any_name(_zero_centered(module, eps)))
         else:
-            wrap_forward(module, partial(_compiled, module))
+            wrap_forward(module, takes_any_name(partial(_compiled, module)))
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -103,29 +103,22 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Itself, int | None]]:
     }
 
 
-def _fused(module: nn.Module, epsilon: str) -> Callable[[Forward], Forward]:
-    def wrapper(forward: Forward) -> Forward:
-        @takes_any_name
-        def fused(x: torch.Tensor) -> torch.Tensor:
-            if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
-                return forward(x)
-            if x.is_cuda:  # the kernel would copy columns of a joint product in both passes, and keep all of it
-                x = x.contiguous()
-            return F.rms_norm(x, module.weight.shape, module.weight, getattr(module, epsilon))
-
-        return fused
-
-    return wrapper
+def _fused(module: nn.Module, epsilon: str, forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != module.weight.dtype:  # what comes out then is the definition's business
+        return forward(x)
+    if x.is_cuda:  # the kernel would copy columns of a joint product in both passes, and keep all of it
+        x = x.contiguous()
+    return F.rms_norm(x, module.weight.shape, module.weight, getattr(module, epsilon))
 
 
-def _zero_centered(module: nn.Module, eps: float, forward: Forward) -> Forward:
+def _zero_centered(module: nn.Module, eps: float) -> Callable[[Forward, torch.Tensor], Any]:
     @cache
     def kernel() -> Any:
         from transformer_engine.pytorch import RMSNorm
 
         return RMSNorm(module.weight.shape[0], eps=eps, zero_centered_gamma=True, device="meta")
 
-    return takes_any_name(partial(zero_centered_norm, module, kernel, forward))
+    return lambda forward, x: zero_centered_norm(module, kernel, forward, x)
 
 
 def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Forward, x: torch.Tensor) -> Any:
@@ -142,12 +135,8 @@ def zero_centered_norm(module: nn.Module, kernel: Callable[[], Any], forward: Fo
     return norm(x)
 
 
-def _compiled(module: nn.Module, forward: Forward) -> Forward:
-    @takes_any_name
-    def fused(x: torch.Tensor) -> Any:
-        return compiled_norm(module, x)
-
-    return fused
+def _compiled(module: nn.Module, forward: Forward, x: torch.Tensor) -> Any:
+    return compiled_norm(module, x)
 
 
 def compiled_norm(module: nn.Module, x: torch.Tensor) -> Any:

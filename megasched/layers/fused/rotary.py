@@ -38,7 +38,7 @@ def fuse_rotary(model: nn.Module, here: Callable[[str], bool]) -> None:
         named = _rotary_functions(inspect.unwrap(forward))
         rebound = _with_globals(forward, {name: by_one_kernel(function) for name, function in named.items()})
         if named and rebound is not None:
-            wrap_forward(module, partial(_bound, module, rebound))
+            wrap_forward(module, partial(_call_rebound, module, rebound))
 
 
 def _rotary_functions(function: Any) -> dict[str, Callable[..., Any]]:
@@ -141,8 +141,7 @@ def _with_globals(function: Any, own: Mapping[str, Any]) -> Any:
     return made
 
 
-def _bound(module: nn.Module, rebound: Callable[..., Any], forward: Forward) -> Forward:
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        return rebound(module, *args, **kwargs)
-
-    return fused
+def _call_rebound(
+    module: nn.Module, rebound: Callable[..., Any], forward: Forward, /, *args: Any, **kwargs: Any
+) -> Any:
+    return rebound(module, *args, **kwargs)

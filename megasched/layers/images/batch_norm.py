@@ -5,14 +5,12 @@ Torch's ``SyncBatchNorm`` runs on GPUs alone, and sums over whatever group it is
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megasched.graph import opaque
 from megasched.layers.wrap import Forward, takes_any_name, wrap_forward
 
 
@@ -24,23 +22,21 @@ def share_statistics(module: nn.Module, group: Any) -> None:
     if getattr(module, "megasched_shares_statistics", False) or group.size() == 1:
         return
     module.megasched_shares_statistics = True
-    wrap_forward(module, partial(_shared, module, group))
+
+    def shared(forward: Forward, /, x: torch.Tensor) -> torch.Tensor:
+        return _shared(module, group, x) if module.training else forward(x)
+
+    wrap_forward(module, takes_any_name(shared), node="sync_batch_norm")
 
 
-def _shared(module: nn.Module, group: Any, forward: Forward) -> Forward:
-    @takes_any_name
-    def shared(x: torch.Tensor) -> torch.Tensor:
-        if not module.training:
-            return forward(x)
-        values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, variance, count = _statistics(values.detach(), group)
-        if module.track_running_stats:
-            _keep_running(module, mean, variance * count / (count - 1))
-        inverse = torch.rsqrt(variance + module.eps)
-        output: torch.Tensor = _Normalized.apply(values, module.weight, module.bias, mean, inverse, count, group)
-        return output.to(x.dtype)
-
-    return partial(opaque.call, "sync_batch_norm", shared)  # a graph of a module around it would lose its backward
+def _shared(module: nn.Module, group: Any, x: torch.Tensor) -> torch.Tensor:
+    values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean, variance, count = _statistics(values.detach(), group)
+    if module.track_running_stats:
+        _keep_running(module, mean, variance * count / (count - 1))
+    inverse = torch.rsqrt(variance + module.eps)
+    output: torch.Tensor = _Normalized.apply(values, module.weight, module.bias, mean, inverse, count, group)
+    return output.to(x.dtype)
 
 
 def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from megasched.definition.images.convolutions import cut_axes, is_convolution
-from megasched.graph import opaque
 from megasched.layers.build_context import BuildContext
 from megasched.layers.wrap import Forward, wrap_forward
 
@@ -40,11 +38,11 @@ def lower_channels(path: str, module: nn.Module, context: BuildContext, *, enter
             module.groups //= context.size
         return module
     if cut == "column":
-        wrapper = partial(_column, module, context.group, entered, path in plan.tp_facts.gather)
+        call = _column(module, context.group, entered, path in plan.tp_facts.gather)
     else:
         scatter, overwritten = path in plan.tp_facts.scatter, path in plan.tp_facts.overwritten
-        wrapper = partial(_row, module, context.group, scatter, overwritten)
-    wrap_forward(module, wrapper)
+        call = _row(module, context.group, scatter, overwritten)
+    wrap_forward(module, call, node=cut)
     return module
 
 
@@ -67,10 +65,10 @@ def _take_tensor(path: str, module: nn.Module, name: str, context: BuildContext)
         module._buffers[name] = placement.shard(held, context.rank, context.size).clone()
 
 
-def _column(module: nn.Module, group: Any, entered: bool, gathered: bool, forward: Forward) -> Forward:
+def _column(module: nn.Module, group: Any, entered: bool, gathered: bool) -> Callable[..., torch.Tensor]:
     places = len(module.kernel_size)
 
-    def column(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def column(forward: Forward, /, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not entered:
             input = copy_to_tensor_model_parallel_region(input, group=group)
         output = forward(input, *args, **kwargs)
@@ -78,13 +76,13 @@ def _column(module: nn.Module, group: Any, entered: bool, gathered: bool, forwar
             output = _over_channels(gather_from_tensor_model_parallel_region, output, places, group)
         return output
 
-    return partial(opaque.call, "column", column)  # a graph of a module around it would lose its backward
+    return column
 
 
-def _row(module: nn.Module, group: Any, scatter: bool, overwritten: bool, forward: Forward) -> Forward:
+def _row(module: nn.Module, group: Any, scatter: bool, overwritten: bool) -> Callable[..., torch.Tensor]:
     places = len(module.kernel_size)
 
-    def row(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def row(forward: Forward, /, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if scatter:
             input = _over_channels(scatter_to_tensor_model_parallel_region, input, places, group)
         bias = module._parameters["bias"]
@@ -98,7 +96,7 @@ def _row(module: nn.Module, group: Any, scatter: bool, overwritten: bool, forwar
             return (output + bias.view(-1, *[1] * places)).to(output.dtype)  # autocast has not cast the bias
         return output.clone() if overwritten else output  # autograd forbids to change a custom function's view
 
-    return partial(opaque.call, "row", row)  # as above
+    return row
 
 
 def _over_channels(

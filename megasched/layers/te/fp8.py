@@ -39,14 +39,11 @@ def enter_fp8(model: nn.Module, plan: Plan, config: TransformerConfig, here: Cal
 def _enter_layer(layer: nn.Module, config: TransformerConfig, index: int) -> None:
     from megatron.core.fp8_utils import get_fp8_context
 
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            with get_fp8_context(config, index):
-                return forward(*args, **kwargs)
+    def entered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        with get_fp8_context(config, index):
+            return forward(*args, **kwargs)
 
-        return entered
-
-    wrap_forward(layer, wrapper)
+    wrap_forward(layer, entered)
 
 
 def fp8_pass(config: TransformerConfig) -> AbstractContextManager[Any]:

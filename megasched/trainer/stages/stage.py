@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,18 +89,20 @@ def hollow_out_stage(
         dtype: dtype of the parameters; ``wire`` keeps it for the dummies that stand in for an embedding elsewhere.
     """
     wire.dtype = dtype
+    received = _by_module(structure, structure.stage_inputs)
     for index in range(structure.count):
         path = structure.layer_path(index)
         if not stage.holds(structure, path):
             layer = model.get_submodule(path)
             hollow_out(layer)
-            wrap_forward(layer, _pass_through(structure, path, wire, _replay(model, structure, path, wire)))
+            replay, places = _replay(model, structure, path, wire), received[path]
+            wrap_forward(layer, partial(_pass_through, structure.slot, places, wire, replay))
     returned = {**{path: shapes for path, (_, shapes) in structure.between.items()}, **structure.before}
     for path, shapes in returned.items():
         if not stage.holds(structure, path):
             module = model.get_submodule(path)
             hollow_out(module)
-            wrap_forward(module, _dummy(structure, path, shapes, wire))
+            wrap_forward(module, partial(_dummy, received[path], shapes, wire))
     for path, module in model.named_modules():
         if stage.holds(structure, path) or next(module.parameters(recurse=False), None) is None:
             continue
@@ -129,12 +132,9 @@ def set_entry(model: nn.Module, structure: LayerStack, stage: Stage, wire: Stage
     if stage.first:
         return
     before = structure.last_before(stage.start)
-    if before is None:  # the embeddings are on a stage of their own
-        wrap_forward(
-            model.get_submodule(structure.layer_path(structure.first)), _enter_as_input(structure.slot, wire)
-        )
-    else:
-        wrap_forward(model.get_submodule(structure.layer_path(before)), _enter_as_output(structure.slot, wire))
+    enter = _enter_as_input if before is None else _enter_as_output  # embeddings may be on a stage of their own
+    layer = model.get_submodule(structure.layer_path(structure.first if before is None else before))
+    wrap_forward(layer, partial(enter, structure.slot, wire))
 
 
 def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, wire: StageBuffers) -> None:
@@ -143,7 +143,7 @@ def capture_stage_inputs(model: nn.Module, structure: LayerStack, stage: Stage, 
         return
     for path, places in _by_module(structure, structure.stage_inputs_at(stage.stop)).items():
         if path and stage.holds(structure, path):
-            wrap_forward(model.get_submodule(path), _take(places, wire))
+            wrap_forward(model.get_submodule(path), partial(_take, places, wire))
 
 
 def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
@@ -153,7 +153,7 @@ def set_exit(model: nn.Module, structure: LayerStack, stage: Stage) -> None:
     # Without layers the first one is hollow and hands its input through: that is what goes out.
     index = structure.last_before(stage.stop)
     layer = model.get_submodule(structure.layer_path(structure.first if index is None else index))
-    wrap_forward(layer, _leave_after(structure.slot))
+    wrap_forward(layer, partial(_leave_after, structure.slot))
 
 
 _Places = list[tuple[StageInput, OutputRef]]
@@ -167,17 +167,11 @@ def _by_module(structure: LayerStack, stage_inputs: tuple[StageInput, ...]) -> d
     return found
 
 
-def _take(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
-    def wrapper(forward: Forward) -> Forward:
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            for side, place in places if wire.open else ():
-                wire.values[side] = place.tensor(args, kwargs, output)
-            return output
-
-        return taken
-
-    return wrapper
+def _take(places: _Places, wire: StageBuffers, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    for side, place in places if wire.open else ():
+        wire.values[side] = place.tensor(args, kwargs, output)
+    return output
 
 
 def _fill(places: _Places, wire: StageBuffers, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -197,7 +191,7 @@ def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffe
     for inner, places in _by_module(structure, structure.stage_inputs).items():
         if inner.startswith(path + "."):
             recorded.append((model.get_submodule(inner), places))
-            wrap_forward(recorded[-1][0], _return_received(places, wire))
+            wrap_forward(recorded[-1][0], partial(_return_received, places, wire))
 
     def replay() -> None:
         for module, places in recorded:
@@ -207,53 +201,45 @@ def _replay(model: nn.Module, structure: LayerStack, path: str, wire: StageBuffe
     return replay
 
 
-def _return_received(places: _Places, wire: StageBuffers) -> Callable[[Forward], Forward]:
-    return lambda forward: lambda: _fill(places, wire, (), {}, ())
+def _return_received(places: _Places, wire: StageBuffers, forward: Forward) -> Any:
+    return _fill(places, wire, (), {}, ())
 
 
 def _pass_through(
-    structure: LayerStack, path: str, wire: StageBuffers, replay: Callable[[], None]
-) -> Callable[[Forward], Forward]:
-    slot, places = structure.slot, _by_module(structure, structure.stage_inputs)[path]
-
-    def wrapper(forward: Forward) -> Forward:
-        def passed(*args: Any, **kwargs: Any) -> Any:
-            replay()
-            return _fill(places, wire, args, kwargs, slot.wrap(slot.get(args, kwargs)))
-
-        return passed
-
-    return wrapper
-
-
-def _enter_as_output(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
-    return lambda forward: lambda *args, **kwargs: slot.rewrap(forward(*args, **kwargs), _received(wire))
+    slot: HiddenStateArg,
+    places: _Places,
+    wire: StageBuffers,
+    replay: Callable[[], None],
+    forward: Forward,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    replay()
+    return _fill(places, wire, args, kwargs, slot.wrap(slot.get(args, kwargs)))
 
 
-def _enter_as_input(slot: HiddenStateArg, wire: StageBuffers) -> Callable[[Forward], Forward]:
-    def wrapper(forward: Forward) -> Forward:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = slot.put(_received(wire), args, kwargs)
-            return forward(*args, **kwargs)
-
-        return entered
-
-    return wrapper
+def _enter_as_output(
+    slot: HiddenStateArg, wire: StageBuffers, forward: Forward, /, *args: Any, **kwargs: Any
+) -> Any:
+    return slot.rewrap(forward(*args, **kwargs), _received(wire))
 
 
-def _leave_after(slot: HiddenStateArg) -> Callable[[Forward], Forward]:
-    def wrapper(forward: Forward) -> Forward:
-        def left(*args: Any, **kwargs: Any) -> Any:
-            raise StageEnd(slot.result(forward(*args, **kwargs)))
-
-        return left
-
-    return wrapper
+def _enter_as_input(
+    slot: HiddenStateArg, wire: StageBuffers, forward: Forward, /, *args: Any, **kwargs: Any
+) -> Any:
+    args, kwargs = slot.put(_received(wire), args, kwargs)
+    return forward(*args, **kwargs)
 
 
-def _dummy(structure: LayerStack, path: str, shapes: Any, wire: StageBuffers) -> Callable[[Forward], Forward]:
-    """Makes a module return zeros of the shapes that the real one would; some definitions write into them."""
-    places = _by_module(structure, structure.stage_inputs)[path]
+def _leave_after(slot: HiddenStateArg, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    raise StageEnd(slot.result(forward(*args, **kwargs)))
+
+
+def _dummy(
+    places: _Places, shapes: Any, wire: StageBuffers, forward: Forward, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns zeros of the shapes that the real module would return; some definitions write into them."""
 
     def zeros(shape: Any) -> Any:
         if not isinstance(shape, Shape):
@@ -261,13 +247,7 @@ def _dummy(structure: LayerStack, path: str, shapes: Any, wire: StageBuffers) ->
         sizes = shape.sizes(wire.batch, wire.length)
         return torch.zeros(sizes, dtype=shape.run_dtype(wire.dtype), device=wire.device)
 
-    def wrapper(forward: Forward) -> Forward:
-        def dummy(*args: Any, **kwargs: Any) -> Any:
-            return _fill(places, wire, args, kwargs, torch.utils._pytree.tree_map(zeros, shapes))
-
-        return dummy
-
-    return wrapper
+    return _fill(places, wire, args, kwargs, torch.utils._pytree.tree_map(zeros, shapes))
 
 
 def _received(wire: StageBuffers) -> torch.Tensor:
