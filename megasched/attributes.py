@@ -102,8 +102,8 @@ def in_one_walk() -> Iterator[None]:
             _walk.go()
 
 
-def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] = ()) -> Undo:
-    """Wraps the function ``target`` so that ``end`` is called when it returns or raises; returns the undo.
+def wrap_attribute(target: str, call: Callable[..., Any], *, rebind: tuple[str, ...] = ()) -> Undo:
+    """Makes a call of the function ``target`` be ``call(function, *args, **kwargs)``; returns the undo.
 
     Args:
         rebind: as for `set_attribute`.
@@ -114,13 +114,22 @@ def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] 
     function = resolve(target)
 
     @wraps(function)
-    def ended(*given: Any, **named: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call(function, *args, **kwargs)
+
+    return set_attribute(target, wrapped, rebind=rebind)
+
+
+def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] = ()) -> Undo:
+    """Has ``end`` called when the function ``target`` returns or raises; otherwise as ``wrap_attribute``."""
+
+    def ended(function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         try:
             return function(*given, **named)
         finally:
             end()
 
-    return set_attribute(target, ended, rebind=rebind)
+    return wrap_attribute(target, ended, rebind=rebind)
 
 
 def undo_all(undos: Iterable[Undo]) -> None:

@@ -13,9 +13,10 @@ With torch's AdamW, megatron-core 0.19 can't resume from a torch_dist checkpoint
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megasched.attributes import Undo, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.patches.registry import Patch
 
 if TYPE_CHECKING:
@@ -37,39 +38,34 @@ def _unneeded() -> str | None:
 
 
 def _change() -> list[Undo]:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    init = DistributedOptimizer.__init__
-    state_dict = DistributedOptimizer.state_dict
-    load_state_dict = DistributedOptimizer.load_state_dict
-    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def patched_init(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if _is_empty(self.optimizer):
             _count_steps(self.optimizer)
 
-    def patched_state_dict(self: Any) -> dict[str, Any]:
+    def patched_state_dict(state_dict: Callable[..., Any], self: Any) -> dict[str, Any]:
         _start_state(self.optimizer)
         return state_dict(self)
 
-    def patched_load_state_dict(self: Any, loaded: dict[str, Any]) -> None:
-        load_state_dict(self, loaded)
+    def patched_load_state_dict(load: Callable[..., None], self: Any, loaded: dict[str, Any]) -> None:
+        load(self, loaded)
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
         if _NOTHING in self.optimizer.state:
             self.optimizer.state[_NOTHING]["step"].fill_(float(loaded["optimizer"]["param_groups"][0]["step"]))
 
-    def patched_set_state(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+    def patched_set_state(
+        set_state: Callable[..., None], self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
         # Whatever is no tensor is left as it is: `step` was already set from the parameter groups.
         set_state(self, model_param, {**tensors, "step": None})
 
     return [
-        set_attribute(_INIT, patched_init),
-        set_attribute(_STATE_DICT, patched_state_dict),
-        set_attribute(_LOAD, patched_load_state_dict),
-        set_attribute(_SET_STATE, patched_set_state),
+        wrap_attribute(_INIT, patched_init),
+        wrap_attribute(_STATE_DICT, patched_state_dict),
+        wrap_attribute(_LOAD, patched_load_state_dict),
+        wrap_attribute(_SET_STATE, patched_set_state),
     ]
 
 

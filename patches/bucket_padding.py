@@ -7,14 +7,13 @@ it: all parameters past the first padded bucket are written with the states of o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, wrap_attribute
 from megasched.errors import ConfigError
 from megasched.patches.registry import Patch
 
@@ -22,14 +21,11 @@ _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharde
 
 
 def _change() -> Undo:
-    sharded_state = resolve(_TARGET)
-
-    @wraps(sharded_state)
-    def without_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def without_padding(sharded_state: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         with _places_without_padding(self.buffers):
             return sharded_state(self, *args, **kwargs)
 
-    return set_attribute(_TARGET, without_padding)
+    return wrap_attribute(_TARGET, without_padding)
 
 
 @contextmanager

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, wrap_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.utils:get_batch_on_this_tp_rank"
 
 
 def _change() -> Undo:
-    real = resolve(_TARGET)
-    signature = inspect.signature(real)
+    signature = inspect.signature(resolve(_TARGET))
 
-    @wraps(real)
-    def get_batch_on_this_tp_rank(*given: Any, **named: Any) -> Any:
+    def get_batch_on_this_tp_rank(real: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         import torch
         from megatron.training.global_vars import get_args
 
@@ -28,7 +26,7 @@ def _change() -> Undo:
             call.arguments["micro_batch_size"] = args.eval_micro_batch_size
         return real(*call.args, **call.kwargs)
 
-    return set_attribute(_TARGET, get_batch_on_this_tp_rank, rebind=("megatron", "megasched"))
+    return wrap_attribute(_TARGET, get_batch_on_this_tp_rank, rebind=("megatron", "megasched"))
 
 
 PATCH = Patch(

@@ -6,12 +6,12 @@ optimizer numbers all: a float32 parameter takes another's state, or finds none 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, wrap_attribute
 from megasched.errors import ConfigError
 from megasched.patches.registry import Patch
 
@@ -21,22 +21,20 @@ _LOAD = f"{_CLASS}.load_state_dict"
 
 
 def _change() -> list[Undo]:
-    sharded_state_dict, load_state_dict = resolve(_SHARDED), resolve(_LOAD)
-
-    def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_sharded_state_dict(real: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         with _float32_is_its_own_main(self):
-            return sharded_state_dict(self, *args, **kwargs)
+            return real(self, *args, **kwargs)
 
-    def patched_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def patched_load_state_dict(real: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
         # --ckpt-format torch has the copies of half precision alone, in the order of these.
         saved = sum(len(group) for group in state_dict.get("fp32_from_fp16_params", ()))
         copies = sum(len(group) for group in getattr(self, "fp32_from_float16_groups", ()))
         with nullcontext() if saved == copies else _float32_is_its_own_main(self):
-            load_state_dict(self, state_dict)
+            real(self, state_dict)
 
     return [
-        set_attribute(_SHARDED, patched_sharded_state_dict),
-        set_attribute(_LOAD, patched_load_state_dict),
+        wrap_attribute(_SHARDED, patched_sharded_state_dict),
+        wrap_attribute(_LOAD, patched_load_state_dict),
     ]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute, undo_all
+from megasched.attributes import Undo, undo_all, wrap_attribute
 from megasched.trace.recorder import Recorder
 
 FORWARD = "megatron.core.pipeline_parallel.schedules:forward_step"
@@ -24,9 +24,9 @@ def listening(recorder: Recorder, optimizer: Any, config: Any) -> Iterator[None]
         config: config of the model; its ``finalize_model_grads_func`` is called once a step.
     """
     undos = [
-        set_attribute(FORWARD, _forward(recorder, resolve(FORWARD))),
-        set_attribute(BACKWARD, _backward(recorder, resolve(BACKWARD))),
-        set_attribute(COMMUNICATE, _communicate(recorder, resolve(COMMUNICATE))),
+        wrap_attribute(FORWARD, partial(_forward, recorder)),
+        wrap_attribute(BACKWARD, partial(_backward, recorder)),
+        wrap_attribute(COMMUNICATE, partial(_communicate, recorder)),
         _wrap_member(recorder, optimizer, "step", "optimizer", "optimizer step"),
     ]
     if config.finalize_model_grads_func is not None:
@@ -39,41 +39,36 @@ def listening(recorder: Recorder, optimizer: Any, config: Any) -> Iterator[None]
         undo_all(undos)
 
 
-def _forward(recorder: Recorder, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward_step)
-    def recorded(*args: Any, **named: Any) -> Any:
-        microbatch, chunk = named.get("current_microbatch"), named.get("vp_stage") or 0
-        with recorder.span("forward", microbatch, chunk):
-            result = forward_step(*args, **named)
-        recorder.remember(result[0], microbatch, chunk)
-        return result
-
-    return recorded
+def _forward(recorder: Recorder, forward_step: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    microbatch, chunk = named.get("current_microbatch"), named.get("vp_stage") or 0
+    with recorder.span("forward", microbatch, chunk):
+        result = forward_step(*args, **named)
+    recorder.remember(result[0], microbatch, chunk)
+    return result
 
 
-def _backward(recorder: Recorder, backward_step: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(backward_step)
-    def recorded(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
-        with recorder.span("backward", *recorder.recall(output_tensor)):
-            return backward_step(input_tensor, output_tensor, *args, **named)
+def _backward(
+    recorder: Recorder,
+    backward_step: Callable[..., Any],
+    input_tensor: Any,
+    output_tensor: Any,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    with recorder.span("backward", *recorder.recall(output_tensor)):
+        return backward_step(input_tensor, output_tensor, *args, **named)
 
-    return recorded
 
-
-def _communicate(recorder: Recorder, communicate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(communicate)
-    def recorded(self: Any, **named: Any) -> Any:
-        what = _sent(**named)
-        if not what:
-            return communicate(self, **named)
-        with recorder.span("communication", name=what):
-            received, gradient, requests = communicate(self, **named)
-        # With --overlap-p2p-communication the schedule waits later, by these.
-        if not named.get("wait_on_reqs", True) and isinstance(requests, dict):
-            requests = {name: _Awaited(request, name, recorder) for name, request in requests.items()}
-        return received, gradient, requests
-
-    return recorded
+def _communicate(recorder: Recorder, communicate: Callable[..., Any], self: Any, **named: Any) -> Any:
+    what = _sent(**named)
+    if not what:
+        return communicate(self, **named)
+    with recorder.span("communication", name=what):
+        received, gradient, requests = communicate(self, **named)
+    # With --overlap-p2p-communication the schedule waits later, by these.
+    if not named.get("wait_on_reqs", True) and isinstance(requests, dict):
+        requests = {name: _Awaited(request, name, recorder) for name, request in requests.items()}
+    return received, gradient, requests
 
 
 def _sent(*, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool, **_named: Any) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.errors import ConfigError
 from megasched.patches.registry import Patch
 from megasched.trainer.flags.arguments import (
@@ -27,14 +26,17 @@ _VALIDATE = "megatron.training.arguments:parse_and_validate_args"
 Provider = Callable[[ArgumentParser], ArgumentParser]
 
 
-def _with_schedule(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
+def _with_schedule() -> Callable[..., Namespace]:
     from megasched.trainer.session_from_args import begin_session
 
     # Megatron parses anew for its restart and fault tolerance code; the model is planned once.
     derived_args: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    @wraps(parse_args)
-    def patched(extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False) -> Namespace:
+    def patched(
+        parse_args: Callable[..., Namespace],
+        extra_args_provider: Provider | None = None,
+        ignore_unknown_args: bool = False,
+    ) -> Namespace:
         parsers: list[ArgumentParser] = []
         of_megatron: set[str] = set()
 
@@ -75,28 +77,26 @@ def _of_user(given: dict[str, GivenFlag], of_megatron: set[str]) -> dict[str, Gi
     }
 
 
-def _with_checks(parse_and_validate_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
-    @wraps(parse_and_validate_args)
-    def patched(*positional: Any, **named: Any) -> Namespace:
-        from megatron.training.global_vars import get_tokenizer
+def _with_checks(
+    parse_and_validate_args: Callable[..., Namespace], /, *positional: Any, **named: Any
+) -> Namespace:
+    from megatron.training.global_vars import get_tokenizer
 
-        try:
-            args = parse_and_validate_args(*positional, **named)
-        except Exception as error:
-            if rule := broken_rule(error):
-                raise ConfigError(rule) from error
-            raise
-        if args.model_schedule is not None:
-            check_tokenizer(args, get_tokenizer())
-        return args
-
-    return patched
+    try:
+        args = parse_and_validate_args(*positional, **named)
+    except Exception as error:
+        if rule := broken_rule(error):
+            raise ConfigError(rule) from error
+        raise
+    if args.model_schedule is not None:
+        check_tokenizer(args, get_tokenizer())
+    return args
 
 
 def _change() -> list[Undo]:
     return [
-        set_attribute(_PARSE, _with_schedule(resolve(_PARSE)), rebind=("megatron",)),
-        set_attribute(_VALIDATE, _with_checks(resolve(_VALIDATE)), rebind=("megatron",)),
+        wrap_attribute(_PARSE, _with_schedule(), rebind=("megatron",)),
+        wrap_attribute(_VALIDATE, _with_checks, rebind=("megatron",)),
     ]
 
 

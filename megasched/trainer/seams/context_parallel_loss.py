@@ -13,7 +13,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, wrap_attribute
 from megasched.errors import ConfigError
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import has_session
@@ -27,17 +27,17 @@ _TARGET = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
 def _change() -> Undo:
     from megatron.core import parallel_state
 
-    calc_loss = resolve(_TARGET)
     _check_division()
 
-    @wraps(calc_loss)
-    def over_ranks(model: Any, output_tensor: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def over_ranks(
+        calc_loss: Any, model: Any, output_tensor: Any, loss_func: Any, config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         means = loss_func is not None and not config.calculate_per_token_loss and has_session()
         if means and parallel_state.get_context_parallel_world_size() > 1:
             loss_func = of_all_ranks(loss_func, parallel_state.get_context_parallel_group())
         return calc_loss(model, output_tensor, loss_func, config, *args, **kwargs)
 
-    return set_attribute(_TARGET, over_ranks)
+    return wrap_attribute(_TARGET, over_ranks)
 
 
 def of_all_ranks(loss_func: Callable[..., Any], group: torch.distributed.ProcessGroup) -> Callable[..., Any]:

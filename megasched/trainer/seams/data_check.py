@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 
@@ -13,17 +13,17 @@ _TARGET = "megatron.core.datasets.indexed_dataset:IndexedDataset.initialize"
 
 
 def _change() -> Undo:
-    initialize = resolve(_TARGET)
     checked: set[str] = set()
 
-    @wraps(initialize)
-    def initialize_checked(self: Any, path_prefix: str, *given: Any, **named: Any) -> None:
+    def initialize_checked(
+        initialize: Callable[..., None], self: Any, path_prefix: str, *given: Any, **named: Any
+    ) -> None:
         if path_prefix not in checked and "://" not in path_prefix and has_session():
             _check(path_prefix)
             checked.add(path_prefix)
         initialize(self, path_prefix, *given, **named)
 
-    return set_attribute(_TARGET, initialize_checked)
+    return wrap_attribute(_TARGET, initialize_checked)
 
 
 def _check(prefix: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.patches.registry import Patch
 
 _TARGET = "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict"
@@ -16,13 +15,10 @@ _ANY_LAYOUT = "fully_reshardable"
 
 
 def _change() -> Undo:
-    load_state_dict = resolve(_TARGET)
+    def load_from_any(load: Callable[..., None], self: Any, state_dict: dict[Any, Any]) -> None:
+        load(self, as_for(len(self.chained_optimizers), state_dict))
 
-    @wraps(load_state_dict)
-    def load_from_any(self: Any, state_dict: dict[Any, Any]) -> None:
-        load_state_dict(self, as_for(len(self.chained_optimizers), state_dict))
-
-    return set_attribute(_TARGET, load_from_any)
+    return wrap_attribute(_TARGET, load_from_any)
 
 
 def as_for(count: int, loaded: dict[Any, Any]) -> dict[Any, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, call_after, resolve, set_attribute
+from megasched.attributes import Undo, call_after, wrap_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.hang_watch import HangWatch
 
@@ -15,10 +15,7 @@ _watches: list[HangWatch] = []
 
 
 def _change() -> list[Undo]:
-    train_step = resolve(_STEP)
-
-    @wraps(train_step)
-    def watched(*given: Any, **named: Any) -> Any:
+    def watched(train_step: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         limit = getattr(get_args(), "hang_timeout_minutes", None)
@@ -32,7 +29,7 @@ def _change() -> list[Undo]:
         return result
 
     return [
-        set_attribute(_STEP, watched),
+        wrap_attribute(_STEP, watched),
         call_after(_PRETRAIN, _end, rebind=("megatron", "megasched")),
     ]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.current_session import get_session, has_session
 
@@ -14,10 +15,9 @@ _ARGUMENTS = "megatron.training.checkpointing:check_checkpoint_args"
 
 
 def _change() -> list[Undo]:
-    load, check_arguments = resolve(_LOAD), resolve(_ARGUMENTS)
-
-    @wraps(load)
-    def load_checked(ddp_model: Any, *given: Any, load_arg: str = "load", **named: Any) -> Any:
+    def load_checked(
+        load: Callable[..., Any], ddp_model: Any, *given: Any, load_arg: str = "load", **named: Any
+    ) -> Any:
         from megatron.training.global_vars import get_args
 
         from megasched.trainer.checkpoint.load_check import loaded
@@ -25,8 +25,9 @@ def _change() -> list[Undo]:
         call = partial(load, ddp_model, *given, load_arg=load_arg, **named)
         return loaded(call, ddp_model, get_args(), get_session(), load_arg) if has_session() else call()
 
-    @wraps(check_arguments)
-    def arguments_checked(checkpoint_args: Any, *given: Any, **named: Any) -> Any:
+    def arguments_checked(
+        check_arguments: Callable[..., Any], checkpoint_args: Any, *given: Any, **named: Any
+    ) -> Any:
         """Checks those that stand in no ``--save`` folder, too (``--non-persistent-ckpt-type local``)."""
         from megatron.training.global_vars import get_args
 
@@ -37,7 +38,7 @@ def _change() -> list[Undo]:
             refuse_other_buffers(checkpoint_args, args)
         return check_arguments(checkpoint_args, *given, **named)
 
-    return [set_attribute(_LOAD, load_checked), set_attribute(_ARGUMENTS, arguments_checked)]
+    return [wrap_attribute(_LOAD, load_checked), wrap_attribute(_ARGUMENTS, arguments_checked)]
 
 
 PATCH = Patch(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.definition.objectives import CAUSAL_LM, objective_of
 from megasched.errors import MegaschedError
 from megasched.patches.registry import Patch
@@ -16,11 +16,11 @@ _TARGET = "megatron.training.training:num_floating_point_operations"
 
 
 def _change() -> Undo:
-    count = resolve(_TARGET)
     failed: list[MegaschedError] = []
 
-    @wraps(count)
-    def of_definition(args: Any, batch_size: float, *lengths: Any, **named: Any) -> float:
+    def of_definition(
+        count: Callable[..., float], args: Any, batch_size: float, *lengths: Any, **named: Any
+    ) -> float:
         known = has_session() and objective_of(get_session().definition) is CAUSAL_LM
         if known and not failed:
             try:
@@ -30,7 +30,7 @@ def _change() -> Undo:
                 warnings.warn(f"TFLOP/s in the log are those of a GPT of these sizes: {error}", stacklevel=2)
         return count(args, batch_size, *lengths, **named)
 
-    return set_attribute(_TARGET, of_definition)
+    return wrap_attribute(_TARGET, of_definition)
 
 
 PATCH = Patch(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, wrap_attribute
 from megasched.patches.registry import Patch
 from megasched.trace.run_trace import RunTrace
 
@@ -18,12 +18,10 @@ _COMMUNICATE = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicato
 
 
 def _change() -> Undo:
-    train_step = resolve(_STEP)
-    parameters = inspect.signature(train_step)
+    parameters = inspect.signature(resolve(_STEP))
     traces: list[RunTrace] = []
 
-    @wraps(train_step)
-    def traced(*positional: Any, **named: Any) -> Any:
+    def traced(train_step: Callable[..., Any], /, *positional: Any, **named: Any) -> Any:
         from megatron.training.global_vars import get_args
 
         args = get_args()
@@ -34,7 +32,7 @@ def _change() -> Undo:
         given = parameters.bind(*positional, **named).arguments
         return traces[0].step(lambda: train_step(*positional, **named), given)
 
-    return set_attribute(_STEP, traced)
+    return wrap_attribute(_STEP, traced)
 
 
 PATCH = Patch(

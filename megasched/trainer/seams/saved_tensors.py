@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, resolve, set_attribute, wrap_attribute
 from megasched.patches.registry import Patch
 
 _SAVE = "megatron.training.checkpointing:save_grads"
@@ -17,10 +17,7 @@ _LINEARS = (
 
 
 def _change() -> list[Undo]:
-    save = resolve(_SAVE)
-
-    @wraps(save)
-    def save_every_shard(*given: Any, **named: Any) -> Any:
+    def save_every_shard(save: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         from megatron.core import parallel_state
 
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
@@ -32,7 +29,7 @@ def _change() -> list[Undo]:
         finally:
             restore()
 
-    undo = [set_attribute(_SAVE, save_every_shard, rebind=("megatron", "megasched"))]
+    undo = [wrap_attribute(_SAVE, save_every_shard, rebind=("megatron", "megasched"))]
     # Without Transformer Engine some of them are no classes: they derive from a mock of its own.
     kept = {target: tuple(one for one in resolve(target) if isinstance(one, type)) for target in _LINEARS}
     return [*undo, *(set_attribute(target, classes) for target, classes in kept.items())]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
-from megasched.attributes import Undo, resolve, set_attribute
+from megasched.attributes import Undo, wrap_attribute
 from megasched.patches.registry import Patch
 from megasched.trainer.weight_decay import SPARED
 
@@ -16,13 +16,10 @@ def _change() -> Undo:
     from megatron.core.optimizer.optimizer_config import ParamKey
     from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-    real = resolve(_TARGET)
-
-    @wraps(real)
-    def with_spared(config: Any) -> Any:
+    def with_spared(real: Callable[..., Any], config: Any) -> Any:
         return {**real(config), ParamKey(attr=SPARED): ParamGroupOverride(wd_mult=0.0)}
 
-    return set_attribute(_TARGET, with_spared)
+    return wrap_attribute(_TARGET, with_spared)
 
 
 PATCH = Patch(
