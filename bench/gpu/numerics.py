@@ -152,9 +152,9 @@ def compare(case: str, references: dict[str, Any], before: Mapping[str, Any]) ->
         before: the results so far, by case.
     """
     import torch
+    from rounded_step import rounded_step
 
     from megasched.verify import trainer_run
-    from megasched.verify.bfloat16 import rounded_step
     from megasched.verify.ranks.pool import FOLDER
     from megasched.verify.ranks.worker import reset_megatron
     from megasched.verify.reference import IGNORED

@@ -226,14 +226,6 @@ def merge(logs: Iterable[TrainingLog]) -> TrainingLog:
     return merged
 
 
-def read_log(lines: Iterable[str]) -> TrainingLog:
-    """Returns the numbers of a whole log, e.g. of an open file."""
-    log = TrainingLog()
-    for line in lines:
-        log.read(line)
-    return log
-
-
 def _iteration(line: str) -> Iteration | None:
     """Returns the iteration of a line; None for any other line, and for one that another rank wrote into."""
     found = ITERATION.search(line)

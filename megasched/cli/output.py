@@ -18,7 +18,6 @@ PIPE_WIDTH = 100
 LIST_WIDTH = 1000
 # Of a value in the arithmetic that training runs in.
 BYTES_16_BITS = 2
-BYTES_32_BITS = 4
 
 
 def report_console(pipe_width: int = PIPE_WIDTH) -> Console:

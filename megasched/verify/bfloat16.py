@@ -15,18 +15,14 @@ of a difference over the norm of the float64 result. The factors must allow for:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from megasched.definition.build import cast_as_loaded
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.numbers import Check
-from megasched.verify.plain.loading import own_experts, widen
-from megasched.verify.plain.watching import Float64
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import FLOOR, HfStep, furthest, hf_loss, hf_model, relative
+from megasched.verify.reference import FLOOR, HfStep, furthest, relative
 from megasched.verify.trainer_run import gather, logits_of, losses
 
 UNIT = 2.0**-8  # half of bf16's spacing at 1
@@ -48,54 +44,11 @@ ONE_RANK = Factors(logits=1.05, gradients=1.25, single=1.5)
 TENSOR_PARALLEL = Factors(logits=1.25, gradients=1.5, single=2.0)
 
 
-def rounded_step(
-    folder: str,
-    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    dtype: torch.dtype,
-    *,
-    random_init: bool = True,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-    eager: bool = False,
-) -> HfStep:
-    """Runs one global batch through plain HF with weights and buffers rounded to bf16.
-
-    Those that transformers keeps in float32 are not rounded.
-
-    Args:
-        dtype: dtype of the arithmetic: bfloat16, or float64 for the exact result. Gradients are added up in
-            float64 over the micro-batches, and the softmax of the loss is in float32 at least.
-        device: where it runs, and where the batches are.
-        eager: attention and experts as the class's own file computes them: the same, rounded in another way.
-    """
-    model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
-    cast_as_loaded(model, torch.bfloat16)
-    widen(model.to(device), dtype)
-    if eager:
-        model.set_attn_implementation("eager")
-    if eager or dtype == torch.float64:
-        own_experts(model)
-    total, logits = 0.0, []
-    gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-    for tokens, labels in batches:
-        model.zero_grad()
-        with Float64() if dtype == torch.float64 else nullcontext():
-            loss, output = hf_loss(model, tokens, labels)
-        (loss / len(batches)).backward()
-        total += float(loss.detach()) / len(batches)
-        logits.append(output.detach().double())
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] += parameter.grad
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    return HfStep(total, logits, gradients, norm)
-
-
 def compare_bf16(reports: list[RankReport], plain: HfStep, exact: HfStep, tp: int) -> list[Check]:
     """Compares a run in bf16 with float64; tolerances are multiples of plain HF's own error.
 
     Args:
-        plain, exact: the step of plain HF in bf16 and in float64, as by ``rounded_step``.
+        plain, exact: the step of plain HF in bf16 and in float64.
     """
     factors = TENSOR_PARALLEL if tp > 1 else ONE_RANK
     gradients = gather(reports, "gradients", tp)

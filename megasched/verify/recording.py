@@ -1,13 +1,15 @@
-"""Keeps the batches, samples and logits of a run on a rank, and can replace its batches by those of a file."""
+"""Keeps the batches and logits of a run on a rank, and can replace its batches by those of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from megasched.attributes import Undo, wrap_attribute
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
 from megasched.verify.plain.watching import Sightings, Watch
@@ -33,7 +35,6 @@ class RankReport:
         ep_rank, expert_dp_rank: rank among those that shard experts, and among those that hold the same ones.
         batches: (iteration, tokens, labels) of each micro-batch, where this rank has them; masked labels are
             ``IGNORED``.
-        samples: (iteration, whole micro-batch) of the scripts other than ``pretrain_gpt.py``.
         sightings: inputs and outputs of this rank's modules in the micro-batch in which they were watched.
         copies, weight_copies: HF name -> gradient and weight of a further copy of a tied tensor.
         facts: facts of the plan, where modules were watched.
@@ -51,7 +52,6 @@ class RankReport:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
-    samples: list[tuple[int, dict[str, torch.Tensor]]] = field(default_factory=list)
     iterations: int = 0
     cp_rank: int = 0
     ep_rank: int = 0
@@ -108,12 +108,11 @@ class Look:
 
 
 def record_batches(
-    script: Any, report: RankReport, tokens: tuple[int, int] | None, mask: bool, as_it_is: bool = False
-) -> Callable[[], None]:
+    script: ModuleType, report: RankReport, tokens: tuple[int, int] | None, mask: bool, as_it_is: bool
+) -> Undo:
     """Adds a script's batches to the report and returns the undo; see ``trainer_run.train`` for the arguments."""
-    real = script.get_batch
 
-    def get_batch(*args: Any, **kwargs: Any) -> Any:
+    def get_batch(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         batch = real(*args, **kwargs)
         for name in ("tokens", "labels") if tokens else ():
             if batch[name] is not None:
@@ -126,8 +125,7 @@ def record_batches(
         report.batches.append((report.iterations, batch["tokens"], labels))
         return batch
 
-    script.get_batch = get_batch
-    return lambda: setattr(script, "get_batch", real)
+    return wrap_attribute(f"{script.__name__}:get_batch", get_batch)
 
 
 def _without_last(batch: Any) -> torch.Tensor:
@@ -140,46 +138,23 @@ def _without_last(batch: Any) -> torch.Tensor:
     return mask
 
 
-def record_samples(pretraining: Any, report: RankReport) -> Callable[[], None]:
-    real = pretraining.get_batch
-
-    def get_batch(*args: Any, **kwargs: Any) -> Any:
-        batch = real(*args, **kwargs)
-        report.samples.append((report.iterations, batch))
-        return batch
-
-    pretraining.get_batch = get_batch
-    return lambda: setattr(pretraining, "get_batch", real)
-
-
 def _within(ids: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """Maps ids into a range, in shuffled order, because mock data counts up."""
     order = torch.randperm(high - low, generator=torch.Generator().manual_seed(0))
     return low + order.to(ids.device)[ids % (high - low)]
 
 
-def record_logits(report: RankReport, every_step: bool) -> Callable[[], None]:
-    from megasched.trainer.losses.definition_loss import DefinitionLoss
-    from megasched.trainer.losses.loss import VocabParallelLoss
+def record_logits(report: RankReport, every_step: bool) -> list[Undo]:
+    def recorded(
+        real: Callable[..., torch.Tensor], self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if every_step or not report.iterations:
+            report.logits.setdefault(report.iterations, []).append(self.whole(logits.detach().clone()))
+        return real(self, logits, *args, **kwargs)
 
-    def recorded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if every_step or not report.iterations:
-                report.logits.setdefault(report.iterations, []).append(self.whole(logits.detach().clone()))
-            return real(self, logits, *args, **kwargs)
-
-        return call
-
-    owners: tuple[tuple[Any, str], ...] = ((VocabParallelLoss, "__call__"), (DefinitionLoss, "each"))
-    before = [(owner, name, getattr(owner, name)) for owner, name in owners]
-    for owner, name, real in before:
-        setattr(owner, name, recorded(real))
-
-    def undo() -> None:
-        for owner, name, real in before:
-            setattr(owner, name, real)
-
-    return undo
+    losses = "megasched.trainer.losses"
+    targets = (f"{losses}.loss:VocabParallelLoss.__call__", f"{losses}.definition_loss:DefinitionLoss.each")
+    return [wrap_attribute(target, recorded) for target in targets]
 
 
 # What the batch of pretrain_gpt.py and HF's forward call differently.
@@ -207,24 +182,19 @@ class Serving:
         self._counts: dict[int, int] = {}  # of micro-batches that a chunk has had
         self._open: dict[int, Watch] = {}
 
-    def install(self, script: Any) -> Callable[[], None]:
-        """Makes ``script.get_batch`` return the file's micro-batches, and returns the undo."""
-        real, real_step = script.get_batch, script.forward_step
+    def install(self, script: ModuleType) -> list[Undo]:
+        """Makes ``script.get_batch`` return the file's micro-batches, and returns the undos."""
 
-        def forward_step(iterator: Any, model: Any, **more: Any) -> Any:
+        def forward_step(real: Callable[..., Any], iterator: Any, model: Any, **more: Any) -> Any:
             from megatron.core.utils import get_attr_wrapped_model
 
             self._chunk = get_attr_wrapped_model(model, "vp_stage") or 0
-            return real_step(iterator, model, **more)
+            return real(iterator, model, **more)
 
-        def get_batch(*args: Any) -> Any:
-            return self._serve(real(*args))
-
-        def undo() -> None:
-            script.get_batch, script.forward_step = real, real_step
-
-        script.get_batch, script.forward_step = get_batch, forward_step
-        return undo
+        return [
+            wrap_attribute(f"{script.__name__}:forward_step", forward_step),
+            wrap_attribute(f"{script.__name__}:get_batch", lambda real, *args: self._serve(real(*args))),
+        ]
 
     def close(self) -> None:
         """Ends the watches after the last micro-batch of a step."""

@@ -135,29 +135,6 @@ def _step_of(model: Any, batches: list[tuple[torch.Tensor, torch.Tensor]], per_t
     return summed_step(model, outcomes, counts, per_token)
 
 
-def hf_objective_step(
-    folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]], per_token: bool = False
-) -> HfStep:
-    """Runs one global batch of any objective, with the weights that ``--hf-random-init`` gives.
-
-    Args:
-        batches: arguments of the forward, ``labels`` and ``loss_mask``.
-        per_token: as for ``hf_step``.
-    """
-    model = hf_model(folder, objective=objective)
-    outcomes = [masked_loss(model, objective, batch) for batch in batches]
-    return summed_step(model, outcomes, [int(batch["loss_mask"].sum()) for batch in batches], per_token)
-
-
-def masked_loss(
-    model: Any, objective: Objective, batch: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the mean cross entropy of HF's logits over the labels that the loss mask counts, and the logits."""
-    logits = model(**{name: batch[name] for name in objective.inputs}).logits
-    ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
-
-
 def summed_step(
     model: Any, outcomes: list[tuple[torch.Tensor, torch.Tensor]], counts: list[int], per_token: bool = False
 ) -> HfStep:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megasched.analysis.find_layer_stack import changed_by_evaluation
+from megasched.attributes import Undo, undo_all, wrap_attribute
 from megasched.definition.objectives import CAUSAL_LM
 from megasched.definition.sequence_split import Zigzag
 from megasched.errors import ScheduleError
@@ -33,7 +34,6 @@ from megasched.verify.recording import (
     components_of,
     record_batches,
     record_logits,
-    record_samples,
 )
 
 VOCABULARY = 99  # divides by no TP: the embedding is padded
@@ -79,30 +79,29 @@ def train(
         rehearse: with flags for a CPU; otherwise this rank has a GPU.
     """
     from megatron.core import parallel_state
-    from megatron.training import training
 
     from megasched.launch import pretrain_gpt, pretraining
 
     entry.apply_patches()  # first: they look at the functions that are recorded
     report = RankReport(-1, -1, -1)
     serving = None if look is None else Serving(look, report, lambda chunk: _watch(_chunks[chunk]))
-    undo = [
-        _record_steps(training, report, serving),
-        _record_finalized_gradients(training, report, 0 if look is None else look.step),
-        record_logits(report, look is not None),
+    undos = [
+        _record_steps(report, serving),
+        *_record_validation(report),
+        _record_finalized_gradients(report, 0 if look is None else look.step),
+        *record_logits(report, look is not None),
     ]
     if serving is None:
-        undo += [record_batches(pretrain_gpt, report, tokens, mask, as_it_is), record_samples(pretraining, report)]
+        undos.append(record_batches(pretrain_gpt, report, tokens, mask, as_it_is))
     else:
-        undo.append(serving.install(pretrain_gpt if script == CAUSAL_LM.script else pretraining))
+        undos += serving.install(pretrain_gpt if script == CAUSAL_LM.script else pretraining)
     try:
         with telling_adapters() if look is not None else nullcontext():
             options: dict[str, Any] = {"schedule": schedule, "random_init": random_init, "script": script}
             options["rehearse"] = rehearse
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
-        for one in undo:
-            one()
+        undo_all(undos)
     report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
     report.dp_rank = parallel_state.get_data_parallel_rank()
     report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -146,10 +145,8 @@ def run_trainer(
     module.main()
 
 
-def _record_steps(training: Any, report: RankReport, serving: Serving | None) -> Callable[[], None]:
-    real = training.train_step
-
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+def _record_steps(report: RankReport, serving: Serving | None) -> Undo:
+    def train_step(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not _chunks:
             from megatron.core.utils import unwrap_model
 
@@ -170,26 +167,20 @@ def _record_steps(training: Any, report: RankReport, serving: Serving | None) ->
         report.grad_norms.append(float(norm))
         return result
 
-    def undo() -> None:
-        training.train_step = real
-        undo_validation()
-
-    training.train_step, undo_validation = train_step, _record_validation(training, report)
-    return undo
+    return wrap_attribute("megatron.training.training:train_step", train_step)
 
 
-def _record_validation(training: Any, report: RankReport) -> Callable[[], None]:
+def _record_validation(report: RankReport) -> list[Undo]:
     """Notes the loss of a validation; none is made that would change the model, or of which that is not known."""
-    real, real_print = training.evaluate, training.evaluate_and_print_results
     made = []  # a test set follows, whose batches would be others
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def evaluate(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
         loss = result[0].get("lm loss")
         report.validation = None if loss is None else float(loss)
         return result
 
-    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> None:
+    def evaluate_and_print_results(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         session, changes = get_session(), True
         if made:
             return
@@ -198,13 +189,13 @@ def _record_validation(training: Any, report: RankReport) -> Callable[[], None]:
             structure = session.plan.structure
             changes = structure is None or any(changed_by_evaluation(session.replaced, structure))
         if not changes:
-            real_print(*args, **kwargs)
+            real(*args, **kwargs)
 
-    def undo() -> None:
-        training.evaluate, training.evaluate_and_print_results = real, real_print
-
-    training.evaluate, training.evaluate_and_print_results = evaluate, evaluate_and_print_results
-    return undo
+    training = "megatron.training.training"
+    return [
+        wrap_attribute(f"{training}:evaluate", evaluate),
+        wrap_attribute(f"{training}:evaluate_and_print_results", evaluate_and_print_results),
+    ]
 
 
 def _watch(chunk: Any) -> Watch:
@@ -225,18 +216,15 @@ def _facts(chunk: Any) -> PlanFacts:
     )
 
 
-def _record_finalized_gradients(training: Any, report: RankReport, step: int) -> Callable[[], None]:
-    real = training.finalize_model_grads
-
-    def finalize(*args: Any, **kwargs: Any) -> Any:
+def _record_finalized_gradients(report: RankReport, step: int) -> Undo:
+    def finalize(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
         if report.iterations == step:
             report.gradients = _shards(_chunks, _gradient)
             report.copies = _copies(_chunks, _gradient)
         return result
 
-    training.finalize_model_grads = finalize
-    return lambda: setattr(training, "finalize_model_grads", real)
+    return wrap_attribute("megatron.training.training:finalize_model_grads", finalize)
 
 
 def _gradient(parameter: Any) -> torch.Tensor:
@@ -306,21 +294,6 @@ def gather(reports: list[RankReport], what: str, tp: int) -> dict[str, torch.Ten
 def losses(reports: list[RankReport]) -> list[float]:
     """Returns the mean loss of each iteration, which every last stage reports alike."""
     return next(report.losses for report in reversed(reports) if report.losses)
-
-
-def samples_of(reports: list[RankReport], iteration: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Returns each micro-batch of an iteration over all DP ranks, once where chunks of a rank read the same."""
-    own = {report.dp_rank: report for report in reports if report.tp_rank == 0 and report.pp_rank == 0}
-    found: list[dict[str, torch.Tensor]] = []
-    for rank in sorted(own):
-        for seen, batch in own[rank].samples:
-            if seen == iteration and not any(_same(batch, other) for other in found):
-                found.append(batch)
-    return found
-
-
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def batches_of(reports: list[RankReport], iteration: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from megasched.definition.objectives import Objective
+from megasched.verify.plain.loss import IGNORED
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import HfStep, hf_objective_step, relative
-from megasched.verify.trainer_run import gather, losses, samples_of, train
+from megasched.verify.reference import HfStep, hf_model, relative, summed_step
+from megasched.verify.trainer_run import gather, losses, train
 
 LAYOUTS: dict[str, tuple[int, int, str]] = {
     "one": (1, 1, ""),
@@ -74,10 +77,60 @@ def save(family: str, folder: Any, **changes: Any) -> str:
     return str(folder)
 
 
+def train_sampled(*given: Any, **named: Any) -> RankReport:
+    """As ``train``, of scripts other than ``pretrain_gpt.py``; the report has the micro-batches as ``samples``."""
+    from megasched.launch import pretraining
+
+    samples: list[dict[str, torch.Tensor]] = []
+    real = pretraining.get_batch
+
+    def get_batch(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        samples.append(real(*args, **kwargs))
+        return samples[-1]
+
+    with mock.patch.object(pretraining, "get_batch", get_batch):
+        report = train(*given, **named)
+    report.samples = samples
+    return report
+
+
+def samples_of(reports: list[RankReport]) -> list[dict[str, torch.Tensor]]:
+    """Each micro-batch of a step over all DP ranks, once where chunks of a rank read the same."""
+    own = {report.dp_rank: report for report in reports if report.tp_rank == 0 and report.pp_rank == 0}
+    found: list[dict[str, torch.Tensor]] = []
+    for rank in sorted(own):
+        for batch in own[rank].samples:
+            if not any(_same(batch, other) for other in found):
+                found.append(batch)
+    return found
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def hf_objective_step(
+    folder: str, objective: Objective, batches: list[dict[str, torch.Tensor]], per_token: bool
+) -> HfStep:
+    """One global batch of any objective, with the weights that ``--hf-random-init`` gives."""
+    model = hf_model(folder, objective=objective)
+    outcomes = [masked_loss(model, objective, batch) for batch in batches]
+    return summed_step(model, outcomes, [int(batch["loss_mask"].sum()) for batch in batches], per_token)
+
+
+def masked_loss(
+    model: Any, objective: Objective, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean cross entropy of HF's logits over the labels that the loss mask counts, and the logits."""
+    logits = model(**{name: batch[name] for name in objective.inputs}).logits
+    ignored = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), ignored.flatten()), logits
+
+
 def check_first_step(ranks: Any, folder: str, objective: Objective, script: str, layout: str, *more: str) -> None:
     """One step of Megatron's trainer and what Hugging Face computes for the same batches."""
     world, tp, flags = LAYOUTS[layout]
-    reports = ranks.run(world, train, folder, [*flags.split(), *more], iterations=1, script=script)
+    reports = ranks.run(world, train_sampled, folder, [*flags.split(), *more], iterations=1, script=script)
     expected = assert_outcome_equals_hf(folder, objective, reports, "--calculate-per-token-loss" in more)
     if "--use-distributed-optimizer" not in flags:  # a rank has the sums of its own part alone then
         assert_gradients_equal(expected, reports, tp)

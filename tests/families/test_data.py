@@ -8,8 +8,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from megasched.definition.objectives import MASKED_LM, SEQ2SEQ_LM
-from megasched.verify.trainer_run import samples_of, train
-from tests.families.cases import assert_gradients_equal, assert_outcome_equals_hf, save
+from tests.families.cases import (
+    assert_gradients_equal,
+    assert_outcome_equals_hf,
+    samples_of,
+    save,
+    train_sampled,
+)
 from tests.families.example import MAKE, write_corpus
 
 MASKED, SPANS, SENTINELS = MAKE["OF_BERT"], MAKE["OF_T5"], MAKE["SENTINELS"]
@@ -20,7 +25,7 @@ def _train(ranks, folder: Path, script: str, *more: str):
     """A step on the corpus; ``--data-path`` comes with what replaces the flags of mock data."""
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     flags += ["--data-path", write_corpus(folder), "--tensor-model-parallel-size", "2", *more]
-    return ranks.run(2, train, str(folder), flags, iterations=1, script=script, mock_data=False)
+    return ranks.run(2, train_sampled, str(folder), flags, iterations=1, script=script, mock_data=False)
 
 
 @pytest.mark.parametrize("pad_token_id", [0, 1])

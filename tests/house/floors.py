@@ -136,8 +136,6 @@ LATE: dict[str, str] = {
     ),
     "megasched/verify/facts.py: megasched/plan/decisions.py": _IN_A_RANK,
     "megasched/verify/facts.py: megasched/trainer/session.py": _IN_A_RANK,
-    "megasched/verify/recording.py: megasched/trainer/losses/loss.py": _IN_A_RANK,
-    "megasched/verify/recording.py: megasched/trainer/losses/definition_loss.py": _IN_A_RANK,
     "megasched/planner/measure/build_stage.py: megasched/trainer/scheduled_model.py": (
         "heavy: Megatron's layers, for who builds a stage; who only names a setting does without"
     ),

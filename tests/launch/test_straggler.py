@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from megasched.launch.status.training_log import read_log
 from megasched.verify.trainer_run import train
 from tests import tiny
+from tests.launch.status.runs import read_log
 
 SCHEDULE = """
 import torch

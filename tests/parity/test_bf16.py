@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasched.verify.bfloat16 import ONE_RANK, TENSOR_PARALLEL, UNIT, rounded_step
+from bench.rounded_step import rounded_step
+from megasched.verify.bfloat16 import ONE_RANK, TENSOR_PARALLEL, UNIT
 from megasched.verify.reference import hf_model
 from megasched.verify.trainer_run import batches_of, gather, losses, train
 from tests import tiny

@@ -43,22 +43,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def derive_megatron_args(
-    config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
-) -> dict[str, object]:
-    """Returns ``args`` attribute -> value, for everything that Megatron must know of the model.
-
-    Raises:
-        ConfigError: the config lacks a size that Megatron needs, or transformers can't build the model.
-    """
-    found = derive(config, objective, trust_remote_code=trust_remote_code)
-    return {dest: one.value for dest, one in found.items()}
-
-
 def derive(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> dict[str, SourcedValue]:
-    """Derives the values of ``derive_megatron_args``, each with the place where it was read.
+    """Derives all that Megatron must know of the model: ``args`` attribute -> value, with where it was read.
 
     ``vocab_size`` is the model's own, without padding: `megasched.trainer.flags.arguments` decides the padding,
     which depends on the layout. ``qk_layernorm`` says whether the definition has q/k norms; Megatron's rule

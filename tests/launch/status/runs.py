@@ -10,6 +10,7 @@ from pathlib import Path
 from megasched.launch.slurm.client import SlurmJob
 from megasched.launch.status import run_status
 from megasched.launch.status.run_status import RunReader
+from megasched.launch.status.training_log import TrainingLog
 
 REAL = Path(__file__).with_name("requeued_run")
 FIRST, SECOND = (
@@ -32,3 +33,11 @@ def look(run, now=LAST_LINE + timedelta(seconds=10)):
 def until(lines, iteration):
     """The lines up to that of an iteration."""
     return lines[: next(i for i, line in enumerate(lines) if f"iteration {iteration:8d}/" in line) + 1]
+
+
+def read_log(lines):
+    """The numbers of a whole log."""
+    log = TrainingLog()
+    for line in lines:
+        log.read(line)
+    return log

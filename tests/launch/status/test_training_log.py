@@ -5,7 +5,8 @@ from datetime import datetime
 
 import pytest
 
-from megasched.launch.status.training_log import Checkpoint, Milestone, RankTimes, merge, read_log
+from megasched.launch.status.training_log import Checkpoint, Milestone, RankTimes, merge
+from tests.launch.status.runs import read_log
 
 LINE = (
     " [2026-11-20 10:{m:02d}:{s:02d}.686823] iteration {i:8d}/     160 | consumed samples:          424 |"

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, SwinConfig
 
 from megasched.definition.objectives import IMAGE_CLASSIFICATION
 from megasched.errors import ConfigError
-from megasched.trainer.flags.model_shape import derive, derive_megatron_args, heads_for_tp
+from megasched.trainer.flags.model_shape import derive, heads_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from tests.trainer.flags.models import GPT2, SMALL, config
 
@@ -223,8 +223,8 @@ FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_derived_values(family: str) -> None:
     hf_config, expected = FAMILIES[family]
-    tp_facts = derive_megatron_args(hf_config)
-    assert {dest: tp_facts.get(dest) for dest in expected} == expected
+    found = derive(hf_config)
+    assert {dest: found[dest].value if dest in found else None for dest in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_rope_scaling_of_llama3_is_told_to_megatron() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    tp_facts = derive_megatron_args(config("llama", **SMALL, rope_parameters=rope))
-    assert tp_facts["use_rope_scaling"] is True
-    assert tp_facts["rope_scaling_factor"] == 4.0
+    found = derive(config("llama", **SMALL, rope_parameters=rope))
+    assert found["use_rope_scaling"].value is True
+    assert found["rope_scaling_factor"].value == 4.0
 
 
 def test_deriving_leaves_the_config_alone() -> None:
