@@ -51,9 +51,8 @@ class StageModule(nn.Module):
 
     def __init__(self, definition: nn.Module, plan: Plan, stages: Sequence[Stage], index: int) -> None:
         super().__init__()
-        assert plan.structure is not None
         self.definition, self.plan, self.stage = definition, plan, stages[index]
-        self.structure: LayerStack = plan.structure
+        self.structure: LayerStack = plan.stack
         self.index, self.buffers_between = index, StageBuffers()
         self.sequences: SplitSequences | None = None
         self._owners = shared_parameters(plan, stages)
@@ -175,8 +174,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
         plan, runs = plan_model(schedule, staged=True)
         _refuse(model, plan, runs)
         stages = _stages(schedule, plan, runs, count)
-    structure = plan.structure
-    assert structure is not None
+    structure = plan.stack
     _refuse_other_ties(plan, stages)
     _refuse_other_ranks(model, plan, stages, index)
     found = StageModule(model, plan, stages, index)
@@ -197,25 +195,23 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
 def _refuse(model: Any, plan: Plan, runs: AnalysisCache) -> None:
     """Raises ScheduleError where the layers can't be cut into stages."""
     refuse_stages(plan, model.config)
-    assert plan.structure is not None
-    if plan.structure.recorded:
+    if plan.stack.recorded:
         what = "its loss takes more than the logits, which are all that a stage returns: what HF's hooks record"
-        path = plan.structure.recorded[0].path
+        path = plan.stack.recorded[0].path
         raise ScheduleError(
             Problem(what, path, remedy="config.output_router_logits = False, or no pipeline stages")
         )
-    trial = model, plan.structure.trial_inputs(), plan.structure
-    why_not = why_not_stages(model, plan.structure, lambda: runs.tape_of(*trial), lambda: runs.ways(*trial))
-    if not why_not and plan.structure.hidden.dims[:2] != ("b", "s"):
-        why_not = f"the hidden state is {list(plan.structure.hidden.dims)}, and [b, s, ...] is sent"
+    trial = model, plan.stack.trial_inputs(), plan.stack
+    why_not = why_not_stages(model, plan.stack, lambda: runs.tape_of(*trial), lambda: runs.ways(*trial))
+    if not why_not and plan.stack.hidden.dims[:2] != ("b", "s"):
+        why_not = f"the hidden state is {list(plan.stack.hidden.dims)}, and [b, s, ...] is sent"
     if why_not:
         what = f"the layers can't be cut into pipeline stages: {why_not}"
-        raise ScheduleError(Problem(what, plan.structure.layers, remedy="train it without pipeline stages"))
+        raise ScheduleError(Problem(what, plan.stack.layers, remedy="train it without pipeline stages"))
 
 
 def _stages(schedule: Schedule, plan: Plan, runs: AnalysisCache, count: int) -> list[Stage]:
-    structure, model = plan.structure, schedule.mod
-    assert structure is not None
+    structure, model = plan.stack, schedule.mod
     if count > structure.count:
         what = f"{count} stages for {structure.count} layers"
         raise ScheduleError(Problem(what, structure.layers, remedy=f"at most {structure.count} stages"))
@@ -230,8 +226,7 @@ def _stages(schedule: Schedule, plan: Plan, runs: AnalysisCache, count: int) -> 
 
 def _refuse_other_ties(plan: Plan, stages: Sequence[Stage]) -> None:
     """Raises ScheduleError where other stages than the first and the last hold one parameter."""
-    structure, held = plan.structure, dict[str, set[int]]()
-    assert structure is not None
+    structure, held = plan.stack, dict[str, set[int]]()
     for name, canonical in plan.canonical.items():
         path = name.rpartition(".")[0]
         at = {number for number, stage in enumerate(stages) if stage.holds(structure, path)}

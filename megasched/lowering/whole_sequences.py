@@ -110,9 +110,8 @@ def take_whole_sequences(model: nn.Module, plan: Plan, ranks: CpGroup) -> None:
     Every rank is given the same token ids and labels, both [b, s], and returns the same logits [b, s, v] and the
     same loss. A gradient is that of the rank's own part until it is summed (``partial_gradients.py``).
     """
-    assert plan.structure is not None
     own: Any = model
-    signature, calls_loss = inspect.signature(model.forward), plan.structure.calls_loss
+    signature, calls_loss = inspect.signature(model.forward), plan.stack.calls_loss
     sequences = SplitSequences(plan, ranks)
     gathered = _Logits(sequences)
     if calls_loss:

@@ -87,7 +87,6 @@ def _linears(plan: Plan, index: int) -> list[str]:
     These stay in 16 bits: projections to k and v with fewer heads than TP ranks, linears that hand whole tensors
     on inside a region, linears whose output is changed in place, and adapters.
     """
-    assert plan.structure is not None
     tp_facts = plan.tp_facts
     whole_inside = (
         tp_facts.rows_inside
@@ -101,7 +100,7 @@ def _linears(plan: Plan, index: int) -> list[str]:
         for path, cut in plan.cuts.items()
         if cut in ("column", "row")
         and path not in apart
-        and plan.structure.index_of(path) == index
+        and plan.stack.index_of(path) == index
         and not plan.in_block(path)
     ]
 

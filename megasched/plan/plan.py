@@ -77,6 +77,12 @@ class Plan:
     fused_columns: tuple[tuple[str, ...], ...] = ()
 
     @property
+    def stack(self) -> LayerStack:
+        """Returns the layer stack of a model that has one."""
+        assert self.structure is not None
+        return self.structure
+
+    @property
     def renamed(self) -> Mapping[str, str]:
         """Maps each parameter or buffer to which replacements have given another name to its first before."""
         return self.replaced.renamed

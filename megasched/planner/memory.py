@@ -154,8 +154,7 @@ def stages_of(session: Session, layout: ParallelDims, sequence_length: int) -> l
     Raises:
         ScheduleError: more stages than layers, cuts that do not fit, or a model that can't be cut.
     """
-    structure = session.plan.structure
-    assert structure is not None
+    structure = session.plan.stack
     if layout.pp > 1:
         refuse_stages(session.plan, session.definition.config)
     counts = session.stage_layers(sequence_length, layout) or [structure.count]

@@ -224,11 +224,10 @@ def _too_large(job: Job, size: int, candidate: Candidate, what: str = "") -> Can
 
 def _layouts(job: Job, group: ParallelDims, session: Session) -> Iterator[ParallelDims]:
     """Yields the layouts of a group whose PP, VPP and micro-batches divide what they must."""
-    assert session.plan.structure is not None
-    layers = session.plan.structure.count
+    layers = session.plan.stack.count
     ranks = job.gpus // (group.tp * group.cp)
     # Megatron's own layers overlap what they send over TP with their products.
-    overlaps = group.sp and session.plan.blocks.issuperset(session.plan.structure.layer_paths())
+    overlaps = group.sp and session.plan.blocks.issuperset(session.plan.stack.layer_paths())
     for pp, batch in itertools.product(range(1, layers + 1), MICRO_BATCHES):
         if ranks % pp or job.gpus // pp % group.ep or job.global_batch_size % (ranks // pp * batch):
             continue

@@ -61,9 +61,8 @@ class ScheduledModelBuilder(ModelBuilder):
         if not session.plan.layout.mixture_flags:
             # Megatron wants it for expert parallelism; what it then scales is losses of its own routers alone.
             config.num_moe_experts = None
-        structure = session.plan.structure
+        structure = session.plan.stack
         assert session.source is not None
-        assert structure is not None
         made = stages_of_run(config, structure, pp.size())
         own = made[pp.size() * (vp_stage or 0) + pp.rank()]
         cuts = [stage.start for stage in made[1:]]

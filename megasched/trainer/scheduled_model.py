@@ -109,8 +109,7 @@ class ScheduledModel(MegatronModule):
 
     def _build(self, schedule: Schedule, source: WeightSource) -> Mapping[str, str]:
         """Lowers the definition; returns its renamed buffers: name now -> name in the definition."""
-        plan, structure = self.plan, self.plan.structure
-        assert structure is not None
+        plan, structure = self.plan, self.plan.stack
         context = BuildContext(
             plan=plan,
             group=self.pg_collection.tp,
@@ -139,8 +138,7 @@ class ScheduledModel(MegatronModule):
         return context.renamed_buffers
 
     def _here(self, path: str) -> bool:
-        assert self.plan.structure is not None
-        return self.stage.holds(self.plan.structure, path)
+        return self.stage.holds(self.plan.stack, path)
 
     # embeddings -------------------------------------------------------------------------------------
 
@@ -260,10 +258,9 @@ class ScheduledModel(MegatronModule):
 
     def _labels(self, labels: torch.Tensor | None, loss_mask: torch.Tensor | None) -> dict[str, Any]:
         """Returns the forward arguments from which the definition computes its loss; empty where it does not."""
-        assert self.plan.structure is not None
         if isinstance(self._loss, DefinitionLoss):
             return self._loss.arguments(labels, loss_mask, self._wire)
-        return {"labels": labels} if self.plan.structure.calls_loss else {}
+        return {"labels": labels} if self.plan.stack.calls_loss else {}
 
     def _receive(self, given: dict[str, torch.Tensor | None]) -> dict[str, Any]:
         """Returns the forward arguments; on later stages it first reads what the previous stage sent.
@@ -288,8 +285,7 @@ class ScheduledModel(MegatronModule):
                 wire.received = receive_hidden(sent)
             else:
                 self._packing.receive(self.stage.start, wire, sent)
-        assert self.plan.structure is not None
-        read = self.plan.structure.token_ids
+        read = self.plan.stack.token_ids
         if read is not None:
             found["input_ids"] = wire.values.setdefault(read, found["input_ids"])
         return found

@@ -191,8 +191,7 @@ class Session:
         stages = layout.pp * layout.vpp
         if stages == 1:
             return None
-        structure = self.plan.structure
-        assert structure is not None
+        structure = self.plan.stack
         if stages > structure.count:
             what = f"PP x VPP = {stages} stages for {structure.count} layers"
             remedy = f"at most {structure.count} stages, or a --pipeline-model-parallel-layout with empty ones"
@@ -222,8 +221,7 @@ class Session:
             dtype: dtype of parameters.
             batch_shape: rows of a micro-batch, and tokens in each.
         """
-        structure, layout = self.plan.structure, self.plan.layout
-        assert structure is not None
+        structure, layout = self.plan.stack, self.plan.layout
         parts = layout.tp if layout.sp else 1
         packing = BoundaryCodec(
             self.replaced,
@@ -256,8 +254,7 @@ class Session:
             packing: as ``packing`` returns it. Without it the width is that of the hidden state, which may be
                 wider than the config's: there are architectures with several residual streams.
         """
-        structure = self.plan.structure
-        assert structure is not None
+        structure = self.plan.stack
         width = structure.hidden.dims[2] if packing is None else packing.width
         assert isinstance(width, int)
         return width

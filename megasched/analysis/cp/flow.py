@@ -254,10 +254,9 @@ class SequenceFlow(ScalarAnswers):
         one. It must be handed a part of the sequence, to know the length. None where no module qualifies.
         """
         calls = [call for call in self.stack if any(id(t) in self.places for t in tensors_in(call[1:]))]
-        for call in calls:
-            index = self.structure.index_of(call.path)
-            if index is not None and call.path != self.structure.layer_path(index):
-                return call.path
+        below = next((call.path for call in calls if self.structure.is_below_layer(call.path)), None)
+        if below is not None:
+            return below
         layers = [call.path for call in calls if self.structure.index_of(call.path) is not None]
         around = f"{self.structure.layers}."
         others = [call.path for call in calls if call.path and not around.startswith(f"{call.path}.")]

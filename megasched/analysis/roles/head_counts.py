@@ -41,7 +41,7 @@ def find_counts(
     seen: dict[Any, tuple[str, ...] | None] = {}
     for path, call in run.tp_facts.calls.items():
         module = tape.model.get_submodule(path)
-        if path in assume.cuts or not call.columns & inferred or not _own_code(structure, path):
+        if path in assume.cuts or not call.columns & inferred or not structure.is_below_layer(path):
             continue
         kind = (type(module), tuple(sorted(_candidates(module).items())), call.results, call.numbers)
         if kind not in seen:
@@ -52,12 +52,6 @@ def find_counts(
         elif names:
             found[path] = names
     return found, hopeless
-
-
-def _own_code(structure: LayerStack, path: str) -> bool:
-    """Returns whether a module lies below a layer: layers and modules around them only pass tensors on."""
-    index = structure.index_of(path)
-    return index is not None and path != structure.layer_path(index)
 
 
 def _candidates(module: nn.Module) -> dict[str, int]:

@@ -178,6 +178,11 @@ class LayerStack:
         """Returns whether the module at ``path`` is around the layers."""
         return is_within(self.layers, path)
 
+    def is_below_layer(self, path: str) -> bool:
+        """Returns whether the module at ``path`` lies in a layer, and is none itself."""
+        index = self.index_of(path)
+        return index is not None and path != self.layer_path(index)
+
     def index_of(self, path: str) -> int | None:
         """Returns the index of the layer that the module at ``path`` is or lies in; None outside the layers."""
         if not path.startswith(self.layers + "."):

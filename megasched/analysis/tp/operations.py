@@ -302,11 +302,7 @@ class LabelRun(TapeReader):
         """Returns the outermost running module below a layer; None outside of layers and in a layer's own code."""
         if self.structure is None:
             return None
-        for call in self.stack:
-            index = self.structure.index_of(call.path)
-            if index is not None and call.path != self.structure.layer_path(index):
-                return call.path
-        return None
+        return next((call.path for call in self.stack if self.structure.is_below_layer(call.path)), None)
 
     def want_lengths(self, entered: Container[str]) -> None:
         """Asks for regions around columns whose output is viewed as heads.

@@ -80,13 +80,7 @@ def _entry(
 ) -> tuple[str, tuple[int | str, ...]] | None:
     for path, arguments in call.around:
         slots = tuple(key for key, tensor in arguments.items() if tensor == call.source)
-        if slots and path not in cuts and path not in used_in and _below_layer(path, structure):
+        below = bool(path) if structure is None else structure.is_below_layer(path)
+        if slots and below and path not in cuts and path not in used_in:
             return path, slots
     return None
-
-
-def _below_layer(path: str, structure: LayerStack | None) -> bool:
-    if structure is None:
-        return bool(path)
-    index = structure.index_of(path)
-    return index is not None and path != structure.layer_path(index)

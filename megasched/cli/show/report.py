@@ -128,8 +128,7 @@ def inspect_schedule(
     session.freeze_unreached(layout.micro_batch_size, sequence_length)
     session.runs.length = sequence_length  # the plan has to hold for it
     _name_sources(session, schedule)
-    structure = session.plan.structure
-    assert structure is not None
+    structure = session.plan.stack
     step = step or StepOptions()
     stages = describe_stages(session, sequence_length, step.flags)
     return ShowReport(
@@ -255,8 +254,7 @@ def describe_stages(session: Session, sequence_length: int, flags: StepFlags) ->
     Raises:
         ScheduleError: more stages than layers, or cuts that do not fit.
     """
-    plan, structure = session.plan, session.plan.structure
-    assert structure is not None
+    plan, structure = session.plan, session.plan.stack
     layers = session.stage_layers(sequence_length) or [structure.count]
     costs, before, after = session.layer_costs(sequence_length)
     total = sum(costs) + before + after
@@ -298,8 +296,7 @@ def place_modules(
     Args:
         modules: parents before children.
     """
-    structure = session.plan.structure
-    assert structure is not None
+    structure = session.plan.stack
     last = len(stages) - 1
     held = [Stage(s.start, s.stop, s.stage == 0, s.stage == last) for s in stages]
     inside: dict[str, set[int]] = defaultdict(set)  # container -> stages of what is in it
@@ -314,7 +311,6 @@ def place_modules(
 
 
 def _outside_layers(session: Session, stage: Stage) -> tuple[str, ...]:
-    structure = session.plan.structure
-    assert structure is not None
+    structure = session.plan.stack
     owners = dict.fromkeys(name.rpartition(".")[0] for name in session.plan.canonical)
     return tuple(path for path in owners if structure.index_of(path) is None and stage.holds(structure, path))

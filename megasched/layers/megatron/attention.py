@@ -81,8 +81,7 @@ def lower_attention(
     Raises:
         RuntimeError: a parameter of Megatron's has no known HF tensor, or an HF tensor no parameter.
     """
-    structure = context.plan.structure
-    assert structure is not None
+    structure = context.plan.stack
     index = structure.index_of(path)
     assert index is not None
     layer, own = structure.layer_path(index), angles(index)

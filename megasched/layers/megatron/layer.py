@@ -85,8 +85,7 @@ def lower_block(
     Raises:
         RuntimeError: a parameter of Megatron's layer has no known HF tensor, or an HF tensor no parameter.
     """
-    plan, structure, block = context.plan, context.plan.structure, context.plan.roles.layer
-    assert structure is not None
+    plan, structure, block = context.plan, context.plan.stack, context.plan.roles.layer
     assert isinstance(block, LayerSpec)
     index = structure.index_of(path)
     assert index is not None

@@ -48,8 +48,7 @@ class MegatronMlp(nn.Module):
 
 def lower_mlp(path: str, model: nn.Module, context: BuildContext) -> MegatronMlp:
     """Returns Megatron's MLP for the definition's at ``path``, filled with its values."""
-    plan, structure = context.plan, context.plan.structure
-    assert structure is not None
+    plan, structure = context.plan, context.plan.stack
     index = structure.index_of(path)
     assert index is not None
     layer, mlp = structure.layer_path(index), plan.mlps[path]

@@ -43,8 +43,7 @@ class MegatronMixture(nn.Module):
 
 def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildContext) -> MegatronMixture:
     """Returns Megatron's mixture for the definition's at ``path``, filled with its values."""
-    plan, structure = context.plan, context.plan.structure
-    assert structure is not None
+    plan, structure = context.plan, context.plan.stack
     index = structure.index_of(path)
     assert index is not None
     layer, groups = structure.layer_path(index), context.groups

@@ -77,8 +77,7 @@ def why_another(plan: Plan, model: nn.Module, subject: TrialSubject) -> str:
 
 
 def _compare(plan: Plan, model: Any, subject: TrialSubject) -> str:
-    structure = plan.structure
-    assert structure is not None
+    structure = plan.stack
     index = structure.index_of(subject.path)
     assert index is not None
     windows = {None, _window(plan.roles, index)}

@@ -58,8 +58,7 @@ class Trials:
 
     def _found(self, subject: TrialSubject) -> Hashable:
         """Returns a key that is equal for modules that compute the same, whatever their layer's number."""
-        structure, roles = self.plan.structure, self.plan.roles
-        assert structure is not None
+        structure, roles = self.plan.stack, self.plan.roles
         index = structure.index_of(subject.path)
         if subject.kind == "layer":
             mixture = mixture_in(self.plan, subject.layer)

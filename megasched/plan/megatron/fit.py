@@ -73,8 +73,7 @@ class _Inside:
     """Holds, for each layer, the names of its parameters and the schedule's calls on its modules."""
 
     def __init__(self, plan: Plan) -> None:
-        structure = plan.structure
-        assert structure is not None
+        structure = plan.stack
         self.names: dict[str, list[str]] = defaultdict(list)
         self.records: dict[str, list[Record]] = defaultdict(list)
         for name in plan.canonical:

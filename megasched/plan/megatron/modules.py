@@ -71,17 +71,16 @@ def _holds(path: str, parts: Iterable[str]) -> bool:
 
 def _parts(plan: Plan, model: nn.Module) -> dict[str, MegatronCandidate]:
     """Returns the candidates by path; a module inside another comes after it."""
-    assert plan.structure is not None
-    layers = plan.structure.layer_paths()
+    layers = plan.stack.layer_paths()
     found = {layer: MegatronCandidate("layer", layer) for layer in layers}
     for path, layer in _attention_modules(plan).items():
         found[path] = MegatronCandidate("attention", layer, (layer,))
     for path, layer in _mixture_modules(plan, model).items():
         found[path] = MegatronCandidate("mixture", layer, (layer,))
     for path, mlp in plan.roles.mlps.items():
-        index = plan.structure.index_of(path)
+        index = plan.stack.index_of(path)
         if index is not None and path not in found:
-            layer = plan.structure.layer_path(index)
+            layer = plan.stack.layer_path(index)
             outer = (path[:end] for end in range(len(layer) + 1, len(path)) if path[end] == ".")
             found[path] = MegatronCandidate("MLP", layer, (layer, *(path for path in outer if path in found)), mlp)
     return found
@@ -89,8 +88,7 @@ def _parts(plan: Plan, model: nn.Module) -> dict[str, MegatronCandidate]:
 
 def _attention_modules(plan: Plan) -> dict[str, str]:
     """Maps modules that compute attention, by the adapter's spec or in a run, to their layers."""
-    structure, attention = plan.structure, plan.roles.attention
-    assert structure is not None
+    structure, attention = plan.stack, plan.roles.attention
     found = {}
     if isinstance(attention, AttentionSpec):
         for layer in structure.layer_paths():
@@ -139,8 +137,7 @@ def _settled(plan: Plan, path: str, part: MegatronCandidate, record: Record) -> 
 
 def _mixture_modules(plan: Plan, model: nn.Module) -> dict[str, str]:
     """Maps the paths of modules that contain experts to their layers."""
-    structure = plan.structure
-    assert structure is not None
+    structure = plan.stack
     found = {}
     for experts in find_experts(model):
         path, index = experts.rpartition(".")[0], structure.index_of(experts)

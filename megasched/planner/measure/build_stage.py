@@ -45,8 +45,7 @@ class Setting:
 
 def copy_with_layers(session: Session, kept: range) -> Any:
     """Copies the definition with the layers outside ``kept`` emptied, as a stage has no use for them."""
-    structure = session.plan.structure
-    assert structure is not None
+    structure = session.plan.stack
     memo: dict[int, Any] = {}
     for index in range(structure.count):
         if index not in kept:

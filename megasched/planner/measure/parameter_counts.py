@@ -45,8 +45,7 @@ class ParameterCounts:
     """Counts the parameters of a session; sums up once what lies in one layer alone."""
 
     def __init__(self, session: Session) -> None:
-        plan, structure = session.plan, session.plan.structure
-        assert structure is not None
+        plan, structure = session.plan, session.plan.stack
         self.structure = structure
         trains = {name: p.requires_grad for name, p in session.replaced.named_parameters(remove_duplicate=False)}
         owners: dict[str, list[str]] = defaultdict(list)

@@ -241,8 +241,7 @@ class _Run:
         count: CountWork,
     ) -> None:
         self.model, self.stage, self.live, self.count = model, stage, live, count
-        layout, structure = session.plan.layout, session.plan.structure
-        assert structure is not None
+        layout, structure = session.plan.layout, session.plan.stack
         self.batch, self.length = setting.micro_batch_size, setting.sequence_length // layout.cp
         self.wire = (self.length // (layout.tp if layout.sp else 1), self.batch, model.config.hidden_size)
         self.dtype = setting.dtype

@@ -136,8 +136,7 @@ def layer_kinds(model: nn.Module, plan: Plan) -> list[int]:
         model: the definition, replacements made.
         plan: made for it; its structure must be known.
     """
-    structure = plan.structure
-    assert structure is not None
+    structure = plan.stack
     records: dict[str, list[Hashable]] = {}
     for record in plan.records:
         records.setdefault(record.path, []).append((record.primitive, repr(sorted(record.arguments.items()))))

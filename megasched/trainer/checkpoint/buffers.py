@@ -69,10 +69,9 @@ class SavedBuffers:
         # Name -> whether an earlier stage has it, too.
         self._copies: dict[str, bool] = {}
         for own, buffer in definition.named_buffers():
-            assert plan.structure is not None
             name, path = renamed.get(own, own), own.rpartition(".")[0]
-            if shapes.get(name) == buffer.shape and stage.holds(plan.structure, path):
-                first = next((one for one in stages if one.holds(plan.structure, path)), stage)
+            if shapes.get(name) == buffer.shape and stage.holds(plan.stack, path):
+                first = next((one for one in stages if one.holds(plan.stack, path)), stage)
                 self._copies[name] = first != stage
 
     def values(self) -> dict[str, torch.Tensor]:

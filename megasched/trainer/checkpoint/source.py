@@ -91,14 +91,11 @@ def with_progress(source: WeightSource, plan: Plan, stage: Stage, dtype: torch.d
 
     Progress counts bytes of its shards in the run's precision.
     """
-    assert plan.structure is not None
     if torch.distributed.get_rank() != 0 or isinstance(source, CheckpointPlaceholder):
         yield source
         return
     held = {
-        canonical
-        for name, canonical in plan.canonical.items()
-        if stage.holds(plan.structure, name.rpartition(".")[0])
+        canonical for name, canonical in plan.canonical.items() if stage.holds(plan.stack, name.rpartition(".")[0])
     }
     count = sum(math.prod(plan.local_shape(plan.placements[name])) for name in held)
     with transfer("weights of rank 0", count * dtype.itemsize) as advance:

@@ -65,10 +65,9 @@ def make_loss(
         group: Megatron's TP group.
         last: whether it is the last stage.
     """
-    assert plan.structure is not None
-    if plan.structure.loss_labels is not None:
+    if plan.stack.loss_labels is not None:
         shape = partial(objective_of(definition).label_shape, definition.config)
-        return DefinitionLoss(plan.structure.loss_labels, shape, last=last)
+        return DefinitionLoss(plan.stack.loss_labels, shape, last=last)
     heads = [plan.placement(path, "weight") for path in sorted(plan.tp_facts.logits)]
     vocabulary = heads[0].shape[heads[0].axis or 0] if heads else 0
     return VocabParallelLoss(vocabulary, bool(heads), group)

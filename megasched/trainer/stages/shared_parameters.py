@@ -24,8 +24,7 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     """
     if len(stages) < 2:
         return {}
-    structure, homes = plan.structure, dict[str, set[int]]()
-    assert structure is not None
+    structure, homes = plan.stack, dict[str, set[int]]()
     of_layer = {layer: number for number, stage in enumerate(stages) for layer in range(stage.start, stage.stop)}
     for name, canonical in plan.canonical.items():
         path = name.rpartition(".")[0]
