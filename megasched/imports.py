@@ -14,6 +14,7 @@ from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
 from typing import Any
 
+from megasched.collector import collector_paused
 from megasched.errors import ConfigError
 
 # Warnings of no use to whoever starts a run begin so: a flag comes before the script's default, one process is
@@ -31,21 +32,6 @@ OF_KERNELS = (
     "Only transformer-engine>=",
     "absl.logging is not installed",
 )
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Runs its body, which imports packages, with the garbage collector off.
-
-    Imported objects stay, and each collection scans all of them: together a tenth of a run's start.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def end_quickly() -> None:
@@ -150,7 +136,7 @@ def command_imports() -> Iterator[None]:
     Raises:
         ConfigError: see ``named_package``.
     """
-    with without_collections(), quiet_imports(), named_package(), uncompiled_imports():
+    with collector_paused(), quiet_imports(), named_package(), uncompiled_imports():
         yield
 
 

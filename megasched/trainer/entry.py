@@ -24,13 +24,13 @@ from pathlib import Path
 
 from megasched import patches
 from megasched.bundled_scripts import bundled_script
+from megasched.collector import collector_paused
 from megasched.errors import ConfigError
 from megasched.imports import (
     named_package,
     quiet_imports,
     quiet_run,
     uncompiled_imports,
-    without_collections,
 )
 from megasched.language.schedule_file import check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
@@ -260,7 +260,7 @@ def arrange_process(path: Path, bundled: bool, mode: str, *, allow_unverified: b
         _say(f"megasched: Transformer Engine is not installed: {WITHOUT_TE}")
     quiet_run()
     uncompiled = uncompiled_imports if mode and host_cuda.turns_compiler_off() else nullcontext
-    with without_collections(), quiet_imports(), named_package(), uncompiled():
+    with collector_paused(), quiet_imports(), named_package(), uncompiled():
         if te:
             importlib.import_module("torch")  # which loads the CUDA libraries that Transformer Engine asks for
             importlib.import_module("transformer_engine.pytorch")  # Megatron goes on without it at an ImportError

@@ -7,7 +7,6 @@ time and goes on where it was.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from megasched.definition.small_models.small_models import causal_lm_types, write_small_model
 from megasched.errors import ConfigError, did_you_mean
+from megasched.files import write_whole
 from megasched.trainer.evidence.matrix import DATA, LAYOUT_NAMES, load_matrix
 from megasched.verify.facts import facts
 from megasched.verify.parity import check_layout, failure
@@ -26,12 +26,7 @@ from megasched.verify.ranks.pool import RankError, RankPool
 def save_matrix(matrix: dict[str, Any], path: Path = DATA) -> None:
     """Writes the results so that a reader finds either the old file or the new one."""
     matrix = {**matrix, **{name: dict(sorted(matrix[name].items())) for name in ("types", "older")}}
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(matrix, indent=1) + "\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, [json.dumps(matrix, indent=1), "\n"])
 
 
 def versions() -> dict[str, str]:

@@ -25,9 +25,9 @@ from typing import Any
 from unittest import mock
 
 from bench.one_rank import one_rank
+from megasched.collector import collector_paused
 from megasched.definition.small_models.shrink import TOKENS, VOCABULARY
 from megasched.errors import MegaschedError
-from megasched.imports import without_collections
 from megasched.verify.ranks import worker
 from megasched.verify.ranks.pool import FOLDER
 
@@ -211,7 +211,7 @@ def prepare() -> None:
 
 def main(given: str, output: str) -> None:
     pairs = [(model_type, level) for model_type, level in json.loads(Path(given).read_text())]
-    with without_collections():
+    with collector_paused():
         prepare()
     gc.freeze()
     with tempfile.TemporaryDirectory() as folder, open(output, "w") as written:

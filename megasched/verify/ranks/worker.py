@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
-from megasched.imports import without_collections
+from megasched.collector import collector_paused
 from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.verify.ranks.pool import rebuild_tensor
 
@@ -264,7 +264,7 @@ def main() -> None:
     """
     die_with_parent()
     control = Connection(int(sys.argv[1]))
-    with without_collections():
+    with collector_paused():
         prepare()
     gc.freeze()
     control.send("ready")
