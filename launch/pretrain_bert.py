@@ -48,29 +48,19 @@ class MaskedLMDataset(BERTMaskedWordPieceDataset):
         return {name: torch.from_numpy(value) for name, value in fields.items()}
 
 
-class MockMaskedLM(torch.utils.data.Dataset):
-    """Draws random tokens of random length for ``--mock-data``, 15% of them masked by the vocabulary's last id."""
-
-    def __init__(self, length: int, vocab_size: int, pad: int, samples: int, seed: int) -> None:
-        self.length, self.vocab_size, self.pad = length, vocab_size, pad
-        self.samples, self.seed = samples, seed
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(self.seed + index)
-        real = torch.arange(self.length) < torch.randint(self.length // 2, self.length + 1, (), generator=draw)
-        labels = torch.randint(self.pad + 1, self.vocab_size - 1, (self.length,), generator=draw)
-        masked = real & (torch.rand(self.length, generator=draw) < 0.15)
-        masked[0] = True
-        ids = labels.masked_fill(masked, self.vocab_size - 1).masked_fill(~real, self.pad)
-        return {
-            "input_ids": ids,
-            "attention_mask": real.long(),
-            "labels": labels,
-            "loss_mask": masked.long(),
-        }
+def mock_masked(length: int, vocab_size: int, pad: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Returns random tokens of random length, 15% of them masked by the vocabulary's last id."""
+    real = torch.arange(length) < torch.randint(length // 2, length + 1, (), generator=draw)
+    labels = torch.randint(pad + 1, vocab_size - 1, (length,), generator=draw)
+    masked = real & (torch.rand(length, generator=draw) < 0.15)
+    masked[0] = True
+    ids = labels.masked_fill(masked, vocab_size - 1).masked_fill(~real, pad)
+    return {
+        "input_ids": ids,
+        "attention_mask": real.long(),
+        "labels": labels,
+        "loss_mask": masked.long(),
+    }
 
 
 def dataset_config(args: Namespace) -> BERTMaskedWordPieceDatasetConfig:
@@ -100,7 +90,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
     if args.mock_data:
         config = load_hf_config(args)
         vocab_size, _ = MASKED_LM.classes(config)
-        return mock_sets(partial(MockMaskedLM, args.seq_length, vocab_size, config.pad_token_id or 0), num_samples)
+        return mock_sets(partial(mock_masked, args.seq_length, vocab_size, config.pad_token_id or 0), num_samples)
     return BlendedMegatronDatasetBuilder(MaskedLMDataset, num_samples, holds_data, dataset_config(args)).build()
 
 

@@ -72,32 +72,22 @@ class Seq2SeqDataset(T5MaskedWordPieceDataset):
         return {name: torch.from_numpy(value) for name, value in fields.items()}
 
 
-class MockSeq2Seq(torch.utils.data.Dataset):
-    """Draws random sequences of random lengths for ``--mock-data``; the target is the beginning of the source."""
-
-    def __init__(
-        self, lengths: tuple[int, int], vocab_size: int, start: int, pad: int, samples: int, seed: int
-    ) -> None:
-        self.lengths, self.vocab_size, self.start, self.pad = lengths, vocab_size, start, pad
-        self.samples, self.seed = samples, seed
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(self.seed + index)
-        tokens = torch.randint(self.pad + 1, self.vocab_size, (max(self.lengths),), generator=draw)
-        source, target = (torch.arange(n) < torch.randint(n // 2, n + 1, (), generator=draw) for n in self.lengths)
-        labels = tokens[: self.lengths[1]].masked_fill(~target, 0)
-        shifted = torch.cat([torch.tensor([self.start]), labels[:-1]])
-        return {
-            "input_ids": tokens[: self.lengths[0]].masked_fill(~source, self.pad),
-            "attention_mask": source.long(),
-            "decoder_input_ids": shifted.masked_fill(~target, self.pad),
-            "decoder_attention_mask": target.long(),
-            "labels": labels,
-            "loss_mask": target.long(),
-        }
+def mock_spans(
+    lengths: tuple[int, int], vocab_size: int, start: int, pad: int, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Returns random sequences of random lengths; the target is the beginning of the source."""
+    tokens = torch.randint(pad + 1, vocab_size, (max(lengths),), generator=draw)
+    source, target = (torch.arange(n) < torch.randint(n // 2, n + 1, (), generator=draw) for n in lengths)
+    labels = tokens[: lengths[1]].masked_fill(~target, 0)
+    shifted = torch.cat([torch.tensor([start]), labels[:-1]])
+    return {
+        "input_ids": tokens[: lengths[0]].masked_fill(~source, pad),
+        "attention_mask": source.long(),
+        "decoder_input_ids": shifted.masked_fill(~target, pad),
+        "decoder_attention_mask": target.long(),
+        "labels": labels,
+        "loss_mask": target.long(),
+    }
 
 
 def decoder_start(config: Any) -> int:
@@ -123,7 +113,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
         config = load_hf_config(args)
         lengths = args.seq_length, args.decoder_seq_length or args.seq_length
         vocab_size, _ = SEQ2SEQ_LM.classes(config)
-        make = partial(MockSeq2Seq, lengths, vocab_size, decoder_start(config), config.pad_token_id or 0)
+        make = partial(mock_spans, lengths, vocab_size, decoder_start(config), config.pad_token_id or 0)
         return mock_sets(make, num_samples)
     return BlendedMegatronDatasetBuilder(Seq2SeqDataset, num_samples, holds_data, dataset_config(args)).build()
 

@@ -52,20 +52,11 @@ class ImageFile(torch.utils.data.Dataset):
         return _sample(image.float(), label.long())
 
 
-class MockImages(torch.utils.data.Dataset):
-    """Draws noise around one random image for each class."""
-
-    def __init__(self, shape: tuple[int, ...], classes: int, samples: int, seed: int) -> None:
-        self.shape, self.classes, self.samples, self.seed = shape, classes, samples, seed
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(self.seed + index)
-        label = torch.randint(self.classes, (), generator=draw)
-        image = torch.randn(self.shape, generator=torch.Generator().manual_seed(-1 - int(label)))
-        return _sample(image + torch.randn(self.shape, generator=draw), label)
+def mock_image(shape: tuple[int, ...], classes: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    """Returns noise around one random image for each class."""
+    label = torch.randint(classes, (), generator=draw)
+    image = torch.randn(shape, generator=torch.Generator().manual_seed(-1 - int(label)))
+    return _sample(image + torch.randn(shape, generator=draw), label)
 
 
 def _sample(image: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -99,7 +90,7 @@ def datasets(args: Namespace, num_samples: list[int]) -> tuple[Any, Any, Any]:
     config = load_hf_config(args)
     shape, (classes, _) = image_shape(config), IMAGE_CLASSIFICATION.classes(config)
     if args.mock_data:
-        return mock_sets(partial(MockImages, shape, classes), num_samples)
+        return mock_sets(partial(mock_image, shape, classes), num_samples)
     if not args.data_path or len(args.data_path) > 1:
         raise ConfigError("give one file with images, --data-path FILE, or --mock-data")
     (file,) = args.data_path

@@ -38,14 +38,23 @@ def holds_data() -> bool:
     return mpu.get_tensor_model_parallel_rank() == 0
 
 
-def mock_sets(make: Callable[[int, int], Any], num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Returns three data sets that draw different samples; None where no samples are wanted.
+class Mock(torch.utils.data.Dataset):
+    """Draws samples for ``--mock-data``, each from a seed of its own."""
 
-    Args:
-        make: makes a data set from a number of samples and a seed, to which the index of a sample is added.
-    """
+    def __init__(self, draw: Callable[[torch.Generator], Batch], samples: int, seed: int) -> None:
+        self.draw, self.samples, self.seed = draw, samples, seed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.draw(torch.Generator().manual_seed(self.seed + index))
+
+
+def mock_sets(draw: Callable[[torch.Generator], Batch], num_samples: list[int]) -> tuple[Any, Any, Any]:
+    """Returns three data sets that draw different samples; None where no samples are wanted."""
     seeds = np.cumsum([0, *(n or 0 for n in num_samples)]).tolist()
-    train, valid, test = (make(n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
+    train, valid, test = (Mock(draw, n, seed) if n else None for n, seed in zip(num_samples, seeds, strict=False))
     return train, valid, test
 
 

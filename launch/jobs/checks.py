@@ -34,6 +34,21 @@ CHECKS = {
 
 
 @dataclass(frozen=True)
+class Checks:
+    """Says how a job is checked.
+
+    Attributes:
+        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
+        check_run: whether to begin the run once on this machine, up to training.
+        waived: names of ``CHECKS`` whose problems refuse nothing; the cluster is not even asked then.
+    """
+
+    gpu: str | None = None
+    check_run: bool = True
+    waived: Collection[str] = ()
+
+
+@dataclass(frozen=True)
 class Checked:
     """Holds the result of a check.
 
@@ -129,10 +144,8 @@ class Prepared[Job: (SlurmJob, TorchrunJob)]:
 def look_over[Job: (SlurmJob, TorchrunJob)](
     job: Job,
     text: str,
+    checks: Checks,
     *,
-    gpu: str | None,
-    check_run: bool,
-    waived: Collection[str],
     ask: Callable[[], Iterable[str]] | None,
     intent: str,
 ) -> Prepared[Job]:
@@ -140,9 +153,6 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
 
     Args:
         text: the job's script.
-        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: whether to begin the run once on this machine, up to training.
-        waived: names of ``CHECKS`` whose problems refuse nothing; the cluster is not even asked then.
         ask: returns the problems of the cluster or hosts with the job.
         intent: what is not done with a job that would fail, e.g. ``"started"``.
 
@@ -150,9 +160,10 @@ def look_over[Job: (SlurmJob, TorchrunJob)](
         ConfigError: the job has problems; the message lists all of them.
     """
     checked = None
-    if check_run:
-        checked = check(job.script, job.flags, job.world_size, gpu, waived, job.environment)
-    problems = [*(checked.problems if checked else ()), *(ask() if ask and "cluster" not in waived else ())]
+    if checks.check_run:
+        checked = check(job.script, job.flags, job.world_size, checks.gpu, checks.waived, job.environment)
+    problems = [*checked.problems] if checked else []
+    problems += ask() if ask and "cluster" not in checks.waived else ()
     if problems:
         raise ConfigError(failure_message(problems, intent))
     return Prepared(job, text, checked)

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import count, pairwise
 from pathlib import Path
@@ -40,6 +40,33 @@ START_FLAGS = {
 # Of those, where a run begins in the folder of --load: of no other folder can they be meant.
 ITERATIONS = ("--ckpt-step", "--override-ckpt-iteration")
 LONGEST_LINE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Describes what every job on GPUs has, whoever starts it.
+
+    Attributes:
+        run_folder: absolute path of the folder for script and logs.
+        directory: absolute path where the ranks start; relative paths among the flags are relative to it.
+        gpus_per_node: GPUs of each node; a rank is a GPU.
+        script: the training script, as ``megasched`` takes it.
+        flags: the flags that follow it.
+        python: the interpreter on the nodes, or in the container.
+        interface: network interface between nodes; if it is empty, NCCL and gloo choose.
+        environment: further variables of the ranks.
+        max_restarts: most restarts in a row without a new checkpoint.
+    """
+
+    run_folder: Path
+    directory: Path
+    gpus_per_node: int
+    script: str
+    flags: Sequence[str]
+    python: str
+    interface: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 3
 
 
 def value_of(flag: str, flags: Sequence[str]) -> str:

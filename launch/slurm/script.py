@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megasched.errors import ConfigError
-from megasched.launch.jobs.job_script import render_template
+from megasched.launch.jobs.job_script import Job, render_template
 
 TEMPLATE = "slurm/job.sbatch.jinja"
 # Of #SBATCH values. A path with a blank or a % would be read as something else.
@@ -25,45 +24,28 @@ HEAD = "Look at it with `megasched status {run_folder}`; change what you like an
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmJob:
+class SlurmJob(Job):
     """Describes a job to submit.
 
     Attributes:
         name: name of the job.
-        run_folder: absolute path of the folder for script and logs.
-        directory: absolute path where the ranks start; relative paths among the flags are relative to it.
-        nodes, gpus_per_node: what is asked for; a rank is a GPU.
-        script: the training script, as ``megasched`` takes it.
-        flags: the flags that follow it.
-        python: the interpreter on the nodes, or in the container.
+        nodes: how many are asked for.
         time: Slurm's ``--time``; empty for the partition's default.
         sbatch_options: further options, e.g. ``--account=llm``.
         cpus_per_gpu: cores of each rank; Slurm's own default is one, which data loading shares with the rank.
         container: image for Pyxis' ``--container-image``; mounts as for ``--container-mounts``.
-        interface: network interface between nodes; if it is empty, NCCL and gloo choose.
-        environment: further variables of the ranks.
         minutes_to_save: minutes before the time limit at which the ranks are told to save and end.
-        max_restarts: most restarts in a row without a new checkpoint.
         torchrun: whether each node has one task that runs torchrun, instead of one task for each GPU.
     """
 
     name: str
-    run_folder: Path
-    directory: Path
     nodes: int
-    gpus_per_node: int
-    script: str
-    flags: Sequence[str]
-    python: str
     time: str = ""
     sbatch_options: Sequence[str] = ()
     cpus_per_gpu: int = CPUS_PER_GPU
     container: str = ""
     container_mounts: str = ""
-    interface: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
     minutes_to_save: int = 10
-    max_restarts: int = 3
     torchrun: bool = False
 
     @property

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.launch.jobs.checks import Prepared, look_over
+from megasched.launch.jobs.checks import Checks, Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
@@ -16,20 +16,10 @@ from megasched.launch.slurm.client import refused_by_slurm, submit
 from megasched.launch.slurm.script import SlurmJob, render
 
 
-def prepare(
-    job: SlurmJob,
-    *,
-    gpu: str | None = None,
-    check_run: bool = True,
-    waived: Collection[str] = (),
-    ask_slurm: bool = True,
-) -> Prepared[SlurmJob]:
+def prepare(job: SlurmJob, checks: Checks, *, ask_slurm: bool = True) -> Prepared[SlurmJob]:
     """Renders the script and checks everything; writes nothing.
 
     Args:
-        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: whether to begin the run once on this machine, up to training.
-        waived: names of ``checks.CHECKS`` whose problems refuse nothing.
         ask_slurm: whether to ask if the cluster can run it.
 
     Raises:
@@ -38,7 +28,7 @@ def prepare(
     refuse_unusable(job)
     text = render(job)
     ask = partial(_refused, text) if ask_slurm else None
-    return look_over(job, text, gpu=gpu, check_run=check_run, waived=waived, ask=ask, intent="submitted")
+    return look_over(job, text, checks, ask=ask, intent="submitted")
 
 
 def _refused(text: str) -> Iterator[str]:

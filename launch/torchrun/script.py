@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megasched.errors import ConfigError
-from megasched.launch.jobs.job_script import render_template, value_of
+from megasched.launch.jobs.job_script import Job, render_template, value_of
 
 TEMPLATE = "torchrun/job.sh.jinja"
 # A name that ssh can't take for an option, and no shell for anything else.
@@ -21,32 +21,14 @@ Look at it with `megasched status {run_folder}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunJob:
+class TorchrunJob(Job):
     """Describes a job to start.
 
     Attributes:
-        run_folder: absolute path of the folder for script and logs.
-        directory: absolute path where the ranks start; relative paths among the flags are relative to it.
         hosts: names as ssh knows them, the first for rank 0; if there are none, this machine, without ssh.
-        gpus_per_node: GPUs of each host; a rank is a GPU.
-        script: the training script, as ``megasched`` takes it.
-        flags: the flags that follow it.
-        python: the interpreter on the hosts.
-        interface: network interface between hosts; if it is empty, NCCL and gloo choose.
-        environment: further variables of the ranks.
-        max_restarts: most restarts in a row without a new checkpoint.
     """
 
-    run_folder: Path
-    directory: Path
     hosts: Sequence[str] = ()
-    gpus_per_node: int
-    script: str
-    flags: Sequence[str]
-    python: str
-    interface: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 3
 
     @property
     def nodes(self) -> int:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from megasched.errors import CheckpointError
-from megasched.launch.jobs.checks import Prepared, look_over
+from megasched.launch.jobs.checks import Checks, Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.run_folder import RunFolder
@@ -39,20 +39,10 @@ SECONDS_TO_SAY_AGAIN = 20
 TAIL_LINES = 20
 
 
-def prepare(
-    job: TorchrunJob,
-    *,
-    gpu: str | None = None,
-    check_run: bool = True,
-    waived: Collection[str] = (),
-    ask_hosts: bool = True,
-) -> Prepared[TorchrunJob]:
+def prepare(job: TorchrunJob, checks: Checks, *, ask_hosts: bool = True) -> Prepared[TorchrunJob]:
     """Renders the script and checks everything; writes nothing.
 
     Args:
-        gpu: type of GPU for the memory check, as ``megasched plan --gpu`` takes it.
-        check_run: whether to begin the run once on this machine, up to training.
-        waived: names of ``checks.CHECKS`` whose problems refuse nothing.
         ask_hosts: whether to ask each host if it can be reached and has what the script names.
 
     Raises:
@@ -60,7 +50,7 @@ def prepare(
     """
     refuse_unusable(job)
     ask = partial(_refused, job) if ask_hosts and job.hosts else None
-    return look_over(job, render(job), gpu=gpu, check_run=check_run, waived=waived, ask=ask, intent="started")
+    return look_over(job, render(job), checks, ask=ask, intent="started")
 
 
 def _refused(job: TorchrunJob) -> list[str]:

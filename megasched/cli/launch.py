@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from megasched.cli.output import format_bytes, format_count
 from megasched.errors import ConfigError
 from megasched.json_output import print_json
 from megasched.launch.console_lines import ConsoleLines
-from megasched.launch.jobs.checks import CHECKS, Checked, check, check_waived, failure_message
+from megasched.launch.jobs.checks import CHECKS, Checked, Checks, check, check_waived, failure_message
 from megasched.launch.jobs.job_script import environment_of
 from megasched.launch.jobs.words import refuse_unusable
 from megasched.launch.local import LocalJob, narrow, run
@@ -208,15 +207,6 @@ def _run_folder(folder: Path | None, job_name: str) -> Path:
     return (folder or Path("runs") / job_name).absolute()
 
 
-@dataclass(frozen=True)
-class Checks:
-    """Says how a job is checked; the fields are arguments of ``prepare``."""
-
-    gpu: str | None = None
-    check_run: bool = True
-    waived: tuple[str, ...] = ()
-
-
 def waived_of(names: list[str] | None, *, dry_run: bool = False) -> tuple[str, ...]:
     """Returns the names of the waived checks; the disk of who only wants to see the script is not the job's.
 
@@ -238,7 +228,7 @@ def launch_slurm(job: SlurmJob, checks: Checks, *, dry_run: bool, times: int, as
     Raises:
         ConfigError: the check finds a problem, before anything is written; or Slurm refuses the written script.
     """
-    prepared = by_slurm.prepare(job, **vars(checks), ask_slurm=not dry_run)
+    prepared = by_slurm.prepare(job, checks, ask_slurm=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
         _print_script(prepared.text, found, as_json)
@@ -268,7 +258,7 @@ def launch_torchrun(
     Raises:
         ConfigError: the check finds a problem; nothing is written or started then.
     """
-    prepared = by_torchrun.prepare(job, **vars(checks), ask_hosts=not dry_run)
+    prepared = by_torchrun.prepare(job, checks, ask_hosts=not dry_run)
     found = _found(job.script, f"{job.world_size} GPUs", prepared.checked)
     if dry_run:
         _print_script(prepared.text, found, as_json)

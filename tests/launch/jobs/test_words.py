@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasched.cli.launch import Checks, launch_local
+from megasched.cli.launch import launch_local
 from megasched.errors import ConfigError
+from megasched.launch.jobs.checks import Checks
 from megasched.launch.jobs.words import LONGEST, refuse_unusable
 from megasched.launch.local import LocalJob
 from megasched.launch.slurm import start as slurm
@@ -48,9 +49,9 @@ def start(kind, job):
     if kind == "local":
         launch_local(job, Checks(check_run=False), show=print, as_json=False)
     elif kind == "slurm":
-        slurm.write(slurm.prepare(job, check_run=False, ask_slurm=False))
+        slurm.write(slurm.prepare(job, Checks(check_run=False), ask_slurm=False))
     else:
-        torchrun.write(torchrun.prepare(job, check_run=False))
+        torchrun.write(torchrun.prepare(job, Checks(check_run=False)))
 
 
 @pytest.mark.parametrize("kind", ["slurm", "torchrun", "local"])

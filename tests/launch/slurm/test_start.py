@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasched.errors import ConfigError
+from megasched.launch.jobs.checks import Checks
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.slurm.client import refused_by_slurm
 from megasched.launch.slurm.start import enqueue, prepare, write
@@ -41,7 +42,7 @@ def job(tmp_path):
 
 
 def test_written_and_submitted(sbatch, job):
-    script = write(prepare(job, check_run=False))
+    script = write(prepare(job, Checks(check_run=False)))
     folder = RunFolder(job.run_folder)
     assert script == folder.script
     assert os.access(script, os.X_OK)
@@ -53,7 +54,7 @@ def test_written_and_submitted(sbatch, job):
 
 
 def test_a_chain_waits_for_itself(sbatch, job):
-    write(prepare(job, check_run=False))
+    write(prepare(job, Checks(check_run=False)))
     assert enqueue(RunFolder(job.run_folder), 3) == ["2", "3", "4"]
     script = f"{job.run_folder}/job.sbatch"
     assert (
@@ -63,7 +64,7 @@ def test_a_chain_waits_for_itself(sbatch, job):
 
 def test_a_chain_of_which_slurm_takes_a_beginning(sbatch, job, monkeypatch):
     """A user who knows of no job starts the chain again, and two runs write into one folder."""
-    write(prepare(job, check_run=False))
+    write(prepare(job, Checks(check_run=False)))
     folder = RunFolder(job.run_folder)
     monkeypatch.setenv("MOST", "3")
     with pytest.raises(
@@ -76,15 +77,15 @@ def test_a_chain_of_which_slurm_takes_a_beginning(sbatch, job, monkeypatch):
 
 
 def test_an_edited_script_is_kept(sbatch, job):
-    script = write(prepare(job, check_run=False))
+    script = write(prepare(job, Checks(check_run=False)))
     script.write_text("mine")
-    write(prepare(job, check_run=False))
-    write(prepare(replace(job, nodes=4), check_run=False))
+    write(prepare(job, Checks(check_run=False)))
+    write(prepare(replace(job, nodes=4), Checks(check_run=False)))
     assert (script.with_name("job.sbatch.1")).read_text() == "mine"
     assert "--nodes=8" in script.with_name("job.sbatch.2").read_text()
     assert "--nodes=4" in script.read_text()
     script.with_name("job.sbatch.1").unlink()  # whoever tidies up loses no other one
-    write(prepare(replace(job, nodes=2), check_run=False))
+    write(prepare(replace(job, nodes=2), Checks(check_run=False)))
     assert "--nodes=4" in script.with_name("job.sbatch.1").read_text()
     assert "--nodes=8" in script.with_name("job.sbatch.2").read_text()
 
@@ -94,7 +95,7 @@ def test_nobody_reads_a_script_who_reads_no_other_file(sbatch, job, mask, mode):
     """It has the variables of --env, keys to services among them."""
     before = os.umask(mask)
     try:
-        script = write(prepare(job, check_run=False))
+        script = write(prepare(job, Checks(check_run=False)))
     finally:
         os.umask(before)
     assert script.stat().st_mode & 0o777 == mode
@@ -104,7 +105,7 @@ def test_nobody_reads_a_script_who_reads_no_other_file(sbatch, job, mask, mode):
 def test_what_slurm_refuses_is_not_written(sbatch, job, monkeypatch):
     monkeypatch.setenv("TEST_ONLY", "1")
     with pytest.raises(ConfigError, match=r"was not submitted:\n  - Slurm: Job 9 to start at soon"):
-        prepare(job, check_run=False)
+        prepare(job, Checks(check_run=False))
     assert not job.run_folder.exists()
 
 

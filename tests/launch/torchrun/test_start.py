@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from megasched.errors import ConfigError
+from megasched.launch.jobs.checks import Checks
 from megasched.launch.status.run_status import RunReader
 from megasched.launch.torchrun import start
 from megasched.launch.torchrun.script import TorchrunJob, render
@@ -238,7 +239,7 @@ def job_of(description: str) -> TorchrunJob:
 def test_all_that_is_wrong_is_said_at_once(bench):
     job = bench.job("", "a", "down1", "b", directory=bench.folder / "nowhere")
     with pytest.raises(ConfigError) as caught:
-        prepare(job, check_run=False)
+        prepare(job, Checks(check_run=False))
     lines = str(caught.value).splitlines()
     assert lines[0] == "this job would fail, and was not started:"
     assert len(lines) == 4
@@ -250,7 +251,7 @@ def test_all_that_is_wrong_is_said_at_once(bench):
 
 def test_a_job_that_hosts_can_run_is_prepared(bench):
     job = bench.job("", "a", "b")
-    assert prepare(job, check_run=False).text == render(job)
+    assert prepare(job, Checks(check_run=False)).text == render(job)
 
 
 def test_the_command_passes_the_status_on_and_prints_json(bench):
