@@ -120,34 +120,9 @@ def routes_to_experts(folder: str) -> bool:
     return any(getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Describes how a step differs from the reference.
-
-    Attributes:
-        errors: as an ``Outcome`` has them.
-        worst: the parameter whose gradient differs most.
-        wrong: names of the errors that rounding does not explain.
-        why: what is wrong, or else a note on what is beyond the tolerance by rounding.
-    """
-
-    errors: dict[str, float]
-    worst: str
-    wrong: tuple[str, ...]
-    why: str
-
-
 def compare(
     reports: list[trainer_run.RankReport], expected: HfStep, tp: int, rounding: Rounding | None = None
 ) -> Outcome:
-    """Returns the result of ``compare_step`` as an outcome."""
-    found = compare_step(reports, expected, tp, rounding)
-    return Outcome("wrong" if found.wrong else "equal", found.errors, found.worst, found.why)
-
-
-def compare_step(
-    reports: list[trainer_run.RankReport], expected: HfStep, tp: int, rounding: Rounding | None = None
-) -> Comparison:
     """Compares the first iteration of a run with the reference.
 
     Args:
@@ -158,7 +133,7 @@ def compare_step(
     gradients = trainer_run.gather(reports, "gradients", tp)
     differing = sorted(gradients.keys() ^ expected.gradients.keys())
     if differing or len(logits) != len(expected.logits):
-        return Comparison({}, "", ("gradient",), f"not on both sides: {', '.join(differing) or 'logits'}")
+        return Outcome("wrong", {}, why=f"not on both sides: {', '.join(differing) or 'logits'}")
     norm = furthest((report.grad_norms[0] for report in reports), expected.grad_norm)
     got = HfStep(trainer_run.losses(reports)[0], logits, gradients, norm)
     found = differences(got, expected)
@@ -174,12 +149,12 @@ def compare_step(
         note += f"and the unscheduled model's {theirs[most]:.1e}"
         wrong = [name for name in wrong if not is_rounding(ours[name], theirs[name])]
     if not wrong:
-        return Comparison(errors, worst, (), note)
+        return Outcome("equal", errors, worst, note)
     bad = [name for name in wrong if name in expected.gradients]
-    kinds = tuple(name for name in errors if name in wrong or (name == "gradient" and bad))
+    kinds = [name for name in errors if name in wrong or (name == "gradient" and bad)]
     why = f"{', '.join(kinds)} differ by more than {TOLERANCE:g}"
     why += f"; gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else ""
-    return Comparison(errors, worst, kinds, why)
+    return Outcome("wrong", errors, worst, why)
 
 
 def is_rounding(ours: float, theirs: float) -> bool:
