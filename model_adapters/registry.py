@@ -120,29 +120,26 @@ class Adapter:
         return found
 
     def _attention(self, model: nn.Module) -> AttentionSpec | Declined:
-        model_type = model.config.model_type
-        facts = self._or_of_family("attention", model_type)
-        if facts is None:
-            return Declined(f"no attention is known for model type {model_type!r}")
-        return read_attention(model, facts) if isinstance(facts, AttentionFacts) else _or_declined(facts(model))
+        facts = self._facts("attention", "attention", model.config)
+        return read_attention(model, facts) if isinstance(facts, AttentionFacts) else _spec(facts, model)
 
     def _layer(self, model: nn.Module, attention: AttentionSpec | Declined) -> LayerSpec | Declined:
-        model_type = model.config.model_type
-        facts = self._or_of_family("layer", model_type)
-        if facts is None:
-            return Declined(f"no block is known for model type {model_type!r}")
-        return read_layer(model, facts, attention) if isinstance(facts, LayerFacts) else _or_declined(facts(model))
+        facts = self._facts("layer", "block", model.config)
+        return read_layer(model, facts, attention) if isinstance(facts, LayerFacts) else _spec(facts, model)
 
     def _moe(self, model: nn.Module) -> MoeSpec | Declined:
-        model_type = text_config(model.config).model_type
-        facts = self._or_of_family("moe", model_type)
-        if facts is None:
-            return Declined(f"no mixture is known for model type {model_type!r}")
-        return read_moe(model, facts) if isinstance(facts, MoeFacts) else _or_declined(facts(model))
+        facts = self._facts("moe", "mixture", text_config(model.config))
+        return read_moe(model, facts) if isinstance(facts, MoeFacts) else _spec(facts, model)
 
-    def _or_of_family(self, name: str, model_type: str) -> Any:
+    def _facts(self, name: str, what: str, config: Any) -> Any:
+        """Returns the adapter's own facts, or those of megasched's for the model type, or why there are none."""
         own = getattr(self, name)
-        return own if own is not None else getattr(own_adapters().get(model_type), name, None)
+        found = own if own is not None else getattr(own_adapters().get(config.model_type), name, None)
+        return Declined(f"no {what} is known for model type {config.model_type!r}") if found is None else found
+
+
+def _spec(facts: Any, model: nn.Module) -> Any:
+    return facts if isinstance(facts, Declined) else _or_declined(facts(model))
 
 
 def _that_count(model: nn.Module, paths: Sequence[str], names: Sequence[str]) -> Sequence[str]:

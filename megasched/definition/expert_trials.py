@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition.instances import close, real_tensors, tree_state, tried_once
+from megasched.definition.instances import close, gradients_of, real_tensors, tree_state, tried_once
 from megasched.transformers_names import EXPERTS
 
 if TYPE_CHECKING:
@@ -134,7 +134,10 @@ def _why_not(small: Any, other: Callable[..., torch.Tensor], scale: float, index
         if not isinstance(whole, torch.Tensor) or whole.shape != hidden.shape:
             return "it returns something else than a hidden state of each token"
         apart = other(small, hidden, index, weights)
-        found, expected = (_gradients(output, sources) for output in (apart, whole))
+        found, expected = (
+            [torch.zeros_like(of) if one is None else one for one, of in zip(made, sources, strict=True)]
+            for made in (gradients_of(apart, sources), gradients_of(whole, sources))
+        )
     except Exception as error:  # whatever the definition's code raises
         return f"a small copy of it can't be tried: {type(error).__name__}: {error}"
     if all(close(one, other, _TOLERANCE) for one, other in zip([apart, *found], [whole, *expected], strict=True)):
@@ -146,14 +149,6 @@ def _width(small: Any) -> int:
     """Returns the hidden size of a token, read from the first matrices of experts."""
     matrices = next(held for held in small._parameters.values() if held is not None and held.dim() == 3)
     return matrices.shape[1 if small.is_transposed else 2]
-
-
-def _gradients(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    import torch
-
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-    found = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
-    return [torch.zeros_like(of) if one is None else one for one, of in zip(found, sources, strict=True)]
 
 
 def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -190,23 +190,24 @@ def _same(
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    x = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x = (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).requires_grad_()
+    sources = [x, *(held for held in small._parameters.values() if held is not None)]
     try:
-        got = small.forward(x.requires_grad_())
+        got = small.forward(x)
         if not isinstance(got, torch.Tensor):
             return False
-        found = [got, *_gradients(got, x, small)]
+        found = [got, *gradients_of(got, sources)]
     except Exception:  # of whatever kind: what can't be called so is something else
         return False
     want = function(x)
-    expected = [want, *_gradients(want, x, small)]
+    expected = [want, *gradients_of(want, sources)]
     return all(close(one, other, tolerance) for one, other in zip(found, expected, strict=True))
 
 
-def _gradients(output: torch.Tensor, x: torch.Tensor, small: nn.Module) -> list[torch.Tensor | None]:
+def gradients_of(output: torch.Tensor, sources: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Returns the gradients of a weighted sum of an output; None for a source that it does not depend on."""
     import torch
 
-    sources = [x, *(held for held in small._parameters.values() if held is not None)]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     return list(torch.autograd.grad((output * weights).sum(), sources, allow_unused=True))
 

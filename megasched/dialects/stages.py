@@ -26,7 +26,7 @@ from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
 from megasched.plan.plan import Plan
 from megasched.trainer.stages.refused_stages import refuse_stages
-from megasched.trainer.stages.shared_parameters import shared_parameters
+from megasched.trainer.stages.shared_parameters import shared_parameters, stages_of
 from megasched.trainer.stages.stage import Stage, StageEnd, capture_stage_inputs, hollow_out_stage, set_entry
 from megasched.trainer.stages.stage_transfer import StageBuffers
 from megasched.trainer.stages.stage_trial import why_not_stages
@@ -226,13 +226,8 @@ def _stages(schedule: Schedule, plan: Plan, runs: AnalysisCache, count: int) -> 
 
 def _refuse_other_ties(plan: Plan, stages: Sequence[Stage]) -> None:
     """Raises ScheduleError where other stages than the first and the last hold one parameter."""
-    structure, held = plan.stack, dict[str, set[int]]()
-    for name, canonical in plan.canonical.items():
-        path = name.rpartition(".")[0]
-        at = {number for number, stage in enumerate(stages) if stage.holds(structure, path)}
-        held.setdefault(canonical, set()).update(at)
     ends = {0, len(stages) - 1}
-    for canonical, at in held.items():
+    for canonical, at in stages_of(plan, stages).items():
         if len(at) > 1 and at != ends:
             what = f"stages {sorted(at)} hold it, and gradients are summed over the first and the last stage alone"
             raise ScheduleError(Problem(what, canonical, remedy="train it without pipeline stages"))

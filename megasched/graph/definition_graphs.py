@@ -18,6 +18,7 @@ from megasched.analysis.recording.meta_call import (
     meta_copy,
     run_on_meta,
 )
+from megasched.analysis.trials.attention_switch import form_of
 from megasched.analysis.trials.replacements import ReplacementTrial
 from megasched.definition.build import switch_cache_off
 from megasched.definition.linears import may_be_replaced
@@ -82,7 +83,7 @@ class DefinitionGraphs:
             leaves,
             tuple(limits.decomposed),
             tuple(limits.hooked(module)),
-            _form((args, kwargs)),
+            form_of((args, kwargs)),
         )
         if key not in self._alike:
             with torch.device("meta"), undisturbed(module):
@@ -117,11 +118,6 @@ def _fingerprint(module: nn.Module) -> Any:
         )
         for path, inner in module.named_modules()
     )
-
-
-def _form(value: Any) -> Any:
-    leaves, spec = torch.utils._pytree.tree_flatten(value)
-    return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
 
 
 def replacement_trial(model: nn.Module) -> ReplacementTrial:

@@ -17,7 +17,7 @@ from torch import nn
 
 from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
 from megasched.definition.attention_interface import EAGER_MASK, NAME, NAMES, registered, use_attention
-from megasched.definition.instances import close, real_tensors
+from megasched.definition.instances import close, gradients_of, real_tensors
 from megasched.definition.objectives import objective_of
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import ScheduleError
@@ -135,7 +135,7 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
 
     def ours(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = default.pop() if default else None
-        kind = (function, _state(module), _shapes((args, kwargs)))
+        kind = (function, _state(module), form_of((args, kwargs)))
         if id(module) in callers and kind not in tried:
             tried[kind] = function is not None and _agree(function, real, module, args, kwargs)
             if not tried[kind]:
@@ -181,7 +181,8 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
     return type(module), tuple(sorted(plain.items()))
 
 
-def _shapes(arguments: Any) -> tuple[Any, ...]:
+def form_of(arguments: Any) -> tuple[Any, ...]:
+    """Returns the structure of arguments, and what each is: of a tensor its shape and dtype."""
     leaves, structure = torch.utils._pytree.tree_flatten(arguments)
     told = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
     return str(structure), tuple(told)
@@ -269,7 +270,5 @@ class _Real:
         """Returns a function's output, and the output's gradients for every tensor made here."""
         output = function(module, *args, **kwargs)[0]
         sources = [tensor for tensor in self.made.values() if tensor.requires_grad]
-        weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
-        grads = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
-        told = [torch.zeros_like(of) if grad is None else grad for of, grad in zip(sources, grads, strict=True)]
-        return [output.detach(), *told]
+        found = zip(gradients_of(output, sources), sources, strict=True)
+        return [output.detach(), *(torch.zeros_like(of) if grad is None else grad for grad, of in found)]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from megasched import patches
 from megasched.attributes import set_attribute, undo_all
-from megasched.definition.instances import real_tensors
+from megasched.definition.instances import gradients_of, real_tensors
 from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
 from megasched.language.module_specs import AttentionSpec, LayerSpec, MoeSpec
@@ -348,10 +348,9 @@ def _results(called: _CalledModule, x: torch.Tensor, held: list[torch.Tensor]) -
     """Returns the output, and the gradients of input and parameters; zeros for missing ones."""
     x = x.clone().requires_grad_()
     output = called(x)
-    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
     sources = [x, *held]
-    found = torch.autograd.grad((output * weights).sum(), sources, allow_unused=True)
-    return [output, *(torch.zeros_like(of) if g is None else g for g, of in zip(found, sources, strict=True))]
+    found = zip(gradients_of(output, sources), sources, strict=True)
+    return [output, *(torch.zeros_like(of) if gradient is None else gradient for gradient, of in found)]
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> bool:

@@ -11,22 +11,8 @@ from typing import Any
 
 import torch
 
-from megasched.planner.stand_ins.fake_kernels import add_product, kernel, like, product
-from megasched.planner.stand_ins.kernels import EIGHT_BITS, quantize
-
-
-class _Weighted(torch.autograd.Function):
-    """Stands in for Megatron's fused kernel that multiplies gate and up, times a weight of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weights)
-        return kernel([x, weights], ((*x.shape[:-1], x.shape[-1] // 2), x.dtype))[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weights = ctx.saved_tensors
-        return tuple(kernel([gradient, x, weights], like(x), like(weights)))
+from megasched.planner.stand_ins.fake_kernels import add_product, product
+from megasched.planner.stand_ins.kernels import EIGHT_BITS, quantize, weighted_swiglu
 
 
 class _Grouped(torch.autograd.Function):
@@ -65,7 +51,7 @@ def experts(
     eight = recipe if getattr(first[0], EIGHT_BITS, False) else None
     hidden = _Grouped.apply(tokens, eight, *first)
     if config.gated_linear_unit:
-        hidden = _Weighted.apply(hidden, weights[:, None])
+        hidden = weighted_swiglu(hidden, weights[:, None])
     else:  # Megatron's fused kernel for this one has a flag of its own
         hidden = (config.activation_func(hidden) * weights[:, None]).to(hidden.dtype)
     return _Grouped.apply(hidden, eight, *second), None

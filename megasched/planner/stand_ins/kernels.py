@@ -80,6 +80,11 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> Any:
     return _Pointwise.apply((*x.shape[:-1], x.shape[-1] // 2), True, x)
 
 
+def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Stands in for Megatron's fused kernel that multiplies gate and up, times a weight of each token."""
+    return _Pointwise.apply((*x.shape[:-1], x.shape[-1] // 2), True, x, weights)
+
+
 def gelu(x: torch.Tensor, bias: torch.Tensor) -> Any:
     """Stands in for ``bias_gelu_impl`` of megatron/core/fusions/fused_bias_gelu.py."""
     return _Pointwise.apply(x.shape, True, x)

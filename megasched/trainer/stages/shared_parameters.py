@@ -22,9 +22,15 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     Args:
         stages: all stages, in the order in which the model runs.
     """
+    return {name: min(found) for name, found in sorted(stages_of(plan, stages).items()) if len(found) > 1}
+
+
+def stages_of(plan: Plan, stages: Sequence[Stage]) -> dict[str, set[int]]:
+    """Maps the canonical name of each parameter to the stages that hold it; empty for a single stage."""
+    homes: dict[str, set[int]] = {}
     if len(stages) < 2:
-        return {}
-    structure, homes = plan.stack, dict[str, set[int]]()
+        return homes
+    structure = plan.stack
     of_layer = {layer: number for number, stage in enumerate(stages) for layer in range(stage.start, stage.stop)}
     for name, canonical in plan.canonical.items():
         path = name.rpartition(".")[0]
@@ -34,7 +40,7 @@ def shared_parameters(plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
         else:
             held = [of_layer[layer]]
         homes.setdefault(canonical, set()).update(held)
-    return {name: min(found) for name, found in sorted(homes.items()) if len(found) > 1}
+    return homes
 
 
 def refuse_overlap(plan: Plan, overlap_grad_reduce: bool) -> None:
