@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 
@@ -24,13 +25,15 @@ def json_only(wanted: bool) -> Iterator[None]:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Prints one object that any JSON parser can read; a number that is not finite becomes null."""
-    print(json.dumps(_finite(found), indent=1, allow_nan=False))
+    """Prints one object that any JSON parser can read; a number that is not finite becomes null, a path text."""
+    print(json.dumps(_plain(found), indent=1, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

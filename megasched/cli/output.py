@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megasched.json_output import print_json
 from megasched.printing.console import plain_console
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # Columns of a report that goes to a file or a pipe.
 PIPE_WIDTH = 100
@@ -26,17 +30,10 @@ def report_console(pipe_width: int = PIPE_WIDTH) -> Console:
     return plain_console(width=width)
 
 
-class Report(Protocol):
-    """Represents the result of a command."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data for JSON."""
-
-
-def print_found[R: Report](found: R, view: Callable[[R, Console], None], *, as_json: bool) -> None:
-    """Prints the result of a command: as JSON, or as ``view`` shows it in a terminal."""
+def print_found[R: DataclassInstance](found: R, view: Callable[[R, Console], None], *, as_json: bool) -> None:
+    """Prints the result of a command: as JSON, its fields unless it has a ``to_dict``, or as ``view`` shows it."""
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() if hasattr(found, "to_dict") else asdict(found))
     else:
         view(found, report_console())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,10 +49,6 @@ class Tokenized:
         """Returns the flags by which a run reads it."""
         model = ("--tokenizer-model", self.tokenizer_model)
         return ("--tokenizer-type", "HuggingFaceTokenizer", *model, "--data-path", self.prefix)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the result as plain data for JSON."""
-        return asdict(self)
 
 
 def write_tokens(

@@ -91,10 +91,6 @@ class Exported:
     absent: tuple[str, ...] = ()
     auto_class: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain data for JSON, with paths as text."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-
 
 def export_weights(
     load: str | Path,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -50,10 +50,6 @@ class Imported:
     def left_aside(self) -> str:
         """Returns a line that names the tensors that the class does not load; empty if it loads all."""
         return of_passed_over(self.architecture, self.passed_over) if self.passed_over else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain data for JSON, with paths as text."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
 def import_weights(

@@ -6,7 +6,7 @@ import enum
 import re
 from argparse import Namespace
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,6 @@ class Inspection:
     files: dict[str, int]
     problems: list[str]
     args: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain data for JSON."""
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 def inspect_checkpoint(load: str | Path) -> Inspection:

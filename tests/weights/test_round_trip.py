@@ -6,7 +6,7 @@ import json
 import shutil
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from megasched.cli.weights import print_exported, print_imported
 from megasched.errors import CheckpointError, ConfigError
+from megasched.json_output import print_json
 from megasched.reading.tracker import RELEASE, TRACKER
 from megasched.weights.exporting import export_weights, without_absent_layers
 from megasched.weights.hf import files as hf_files
@@ -234,7 +235,7 @@ def test_imported_weights_are_inspected(tiny, trained, tmp_path):
     assert (experts.name, experts.count) == ("model.layers.*.mlp.experts.gate_up_proj", 2)
     assert experts.shape == (16, 128, 32)
     assert found.bytes == sum(value.nbytes for value in stored(tmp_path / "hf").values())
-    json.dumps(found.to_dict())
+    print_json(asdict(found))
 
 
 @pytest.fixture

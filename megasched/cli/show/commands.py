@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ def primitives(
     with json_only(as_json):
         found = describe_primitives() if name is None else [describe_primitive(name)]
     if as_json:
-        rows = [primitive.to_dict() for primitive in found]
+        rows = [asdict(primitive) for primitive in found]
         print_json({"primitives": rows} if name is None else rows[0])
     elif name is None:
         print_primitives(found, report_console())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -33,10 +32,6 @@ class PrimitiveReport:
     call: str
     summary: str
     documentation: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the description as plain data for JSON."""
-        return asdict(self)
 
 
 def describe_primitives() -> list[PrimitiveReport]:
