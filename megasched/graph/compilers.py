@@ -7,12 +7,11 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from megasched.errors import ConfigError
 from megasched.graph.partition import ExtractedSubgraph
+from megasched.language.registry import load_group
 from megasched.language.subgraph import Subgraph
 
 GROUP = "megasched.compilers"
@@ -59,19 +58,13 @@ def register_compiler(name: str, refuse: Refuse = lambda subgraph: "") -> Callab
     return decorate
 
 
-@cache
-def _load_all() -> None:
-    for point in entry_points(group=GROUP):
-        point.load()
-
-
 def get_compiler(name: str) -> Compiler:
     """Returns the compiler of this name.
 
     Raises:
         ConfigError: there is none; lists the existing ones.
     """
-    _load_all()
+    load_group(GROUP)
     if name not in _COMPILERS:
         raise ConfigError(f"no compiler {name!r}; there are: {', '.join(sorted(_COMPILERS))}")
     return _COMPILERS[name]

@@ -210,20 +210,21 @@ def register_lowering(primitive: str) -> Callable[[Lowering], Lowering]:
 
 
 @cache
-def _load_lowerings() -> None:
-    for point in entry_points(group=LOWERINGS):
+def load_group(group: str) -> None:
+    """Imports, once, the modules that installed packages name in a group of entry points."""
+    for point in entry_points(group=group):
         point.load()
 
 
 def has_lowering(primitive: Primitive) -> bool:
     """Returns whether records of this primitive can be carried out, by a phase or by its own function."""
-    _load_lowerings()
+    load_group(LOWERINGS)
     return primitive.phase != "lowered" or primitive.name in _LOWERINGS
 
 
 def get_lowering(primitive: str) -> Lowering:
     """Returns the function that carries out records of this primitive; ask ``has_lowering`` first."""
-    _load_lowerings()
+    load_group(LOWERINGS)
     return _LOWERINGS[primitive]
 
 
@@ -254,7 +255,7 @@ def record_subgraph(primitive: Primitive, node: Node, value: Any) -> dict[str, A
     Raises:
         ScheduleError: it is not part of this traced module, or can't be handled as one.
     """
-    _load_entry_points()
+    load_group(GROUP)
     return _SUBGRAPH_RULES[0].record(primitive, node, value)
 
 
@@ -290,14 +291,8 @@ def records_where(records: Iterable[Record], holds: Callable[[Primitive], bool])
     return [record for record in records if holds(get_primitive(record.primitive))]
 
 
-@cache
-def _load_entry_points() -> None:
-    for point in entry_points(group=GROUP):
-        point.load()
-
-
 def has_primitive(name: str) -> bool:
-    _load_entry_points()
+    load_group(GROUP)
     return name in _PRIMITIVES
 
 
@@ -318,7 +313,7 @@ def list_primitives(*, name_only: Literal[True]) -> list[str]: ...
 def list_primitives(*, name_only: Literal[False] = False) -> dict[str, str]: ...
 def list_primitives(*, name_only: bool = False) -> list[str] | dict[str, str]:
     """Returns the names of all primitives, or a dictionary of name -> documentation."""
-    _load_entry_points()
+    load_group(GROUP)
     own = {primitive.name: primitive for primitive in _PRIMITIVES.values()}
     if name_only:
         return sorted(own)

@@ -57,18 +57,6 @@ class Expression:
     def __neg__(self) -> Expression:
         return _apply("-", operator.neg, self)
 
-    def __and__(self, other: Any) -> Expression:
-        return _apply("&", _both, self, other)
-
-    def __rand__(self, other: Any) -> Expression:
-        return _apply("&", _both, other, self)
-
-    def __or__(self, other: Any) -> Expression:
-        return _apply("|", _either, self, other)
-
-    def __ror__(self, other: Any) -> Expression:
-        return _apply("|", _either, other, self)
-
 
 def _both(left: Any, right: Any) -> bool:
     return bool(left and right)
@@ -117,6 +105,8 @@ for _sign, _name, _function in (
     ("//", "floordiv", operator.floordiv),
     ("%", "mod", operator.mod),
     ("**", "pow", operator.pow),
+    ("&", "and", _both),
+    ("|", "or", _either),
 ):
     _forward, _reflected = _binary(_sign, _function)
     setattr(Expression, f"__{_name}__", _forward)

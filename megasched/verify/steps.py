@@ -218,7 +218,7 @@ def make_subject(
     """
     config = load_config(hf_model, overrides, trust_remote_code=trust_remote_code)
     name = type(config).__name__.removesuffix("Config")
-    drops_out = bool(switch(copy.deepcopy(config), 0.0))
+    dropouts = switch(config if full_size else copy.deepcopy(config), 0.0)
     lacks: list[Lack] = []
     if full_size:
         if overrides or layers is not None:
@@ -227,7 +227,6 @@ def make_subject(
             )
         hf_model = str(local_folder(hf_model))
         depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-        dropouts = switch(config, 0.0)
         notes = [f"dropouts are off on both sides: {', '.join(dropouts)}"] if dropouts else []
     else:
         of_classes: dict[str, Any] = {"objective": objective, "trust_remote_code": trust_remote_code}
@@ -250,7 +249,7 @@ def make_subject(
     batches = str(target.with_name("batches.safetensors"))
     found = Subject(str(target), name, depth, objective, weights, batches, trust_remote_code, not full_size)
     adapter = None if adapter is None else os.path.abspath(adapter)  # the ranks may run elsewhere
-    return replace(found, drops_out=drops_out, notes=tuple(notes), lacks=tuple(lacks), adapter=adapter)
+    return replace(found, drops_out=bool(dropouts), notes=tuple(notes), lacks=tuple(lacks), adapter=adapter)
 
 
 def _link(hf_model: str, target: Path) -> None:

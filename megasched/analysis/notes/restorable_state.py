@@ -16,8 +16,9 @@ from megasched.analysis.recording.chance import python_random_states, set_python
 from megasched.definition.code_state.holder import Holder, items_of
 from megasched.definition.module_copy import filled_cells
 
-# Keep state in objects that belong together, some of them outside of modules: restored in part it would not fit.
-_OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
+# Packages for training. They keep state in objects that belong together, some of them outside of modules:
+# restored in part it would not fit. And they know of recompute themselves.
+OTHERS = frozenset(["transformer_engine", "megatron", "megasched", "apex"])
 
 
 class RestorableState(State):
@@ -57,7 +58,7 @@ class RestorableState(State):
             holder.put_back()
 
     def _take_module(self, path: str, module: nn.Module) -> None:
-        self._restorable = type(module).__module__.partition(".")[0] not in _OTHERS
+        self._restorable = package_of(module) not in OTHERS
         if self._restorable:
             self._note(vars(module))
         super()._take_module(path, module)
@@ -89,6 +90,11 @@ class RestorableState(State):
 
     def _note(self, value: Any) -> None:
         self._holders += _holders_of(value)
+
+
+def package_of(module: nn.Module) -> str:
+    """Returns the name of the package that a module's class is of."""
+    return type(module).__module__.partition(".")[0]
 
 
 def _holders_of(value: Any) -> Iterator[Holder]:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megasched.analysis.notes.restorable_state import OTHERS, package_of
 from megasched.analysis.recording.chance import python_random_states, set_python_random_states
 from megasched.definition.code_state.code_state import CodeState
 from megasched.errors import Problem, ScheduleError
 
-# Their modules know of recompute themselves, but for Megatron's routers: these count in buffers wherever gradients
-# are on, which they are in both forwards.
+# Of the others' modules its routers know nothing of recompute: they count in buffers wherever gradients are on,
+# which they are in both forwards.
 _MEGATRON = "megatron"
-_OTHERS = frozenset(["transformer_engine", _MEGATRON, "megasched", "apex"])
 # What torch has on every module, of which only the buffers are state.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -59,8 +59,8 @@ class KeptState:
     def tensors(self) -> Iterator[tuple[_Buffer, torch.Tensor]]:
         """Yields buffers, and tensors in attributes; of Megatron's modules buffers alone."""
         for path, module in self._module.named_modules():
-            package = _package(module)
-            if package in _OTHERS and package != _MEGATRON:
+            package = package_of(module)
+            if package in OTHERS and package != _MEGATRON:
                 continue
             for held in (module._buffers,) if package == _MEGATRON else (vars(module), module._buffers):
                 for name, value in held.items():
@@ -69,7 +69,7 @@ class KeptState:
 
     def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self._module.named_modules():
-            if _package(module) not in _OTHERS:
+            if package_of(module) not in OTHERS:
                 yield path, module
 
     def to_be_copied(self) -> list[tuple[_Buffer, torch.Tensor]]:
@@ -146,10 +146,6 @@ class StateBefore:
             held.update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def _package(module: nn.Module) -> str:
-    return type(module).__module__.partition(".")[0]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.model_adapters.adapter_file import FLAG as ADAPTER_FLAG
 from megasched.trace.run_trace import trace_conflicts
 from megasched.trainer.flags.flag_classes import GivenFlag, explicit_flags, refusals, start_notes
-from megasched.trainer.flags.flag_parser import FlagParser
+from megasched.trainer.flags.flag_parser import FlagParser, megatron_parser
 from megasched.trainer.flags.model_shape import derive, heads_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
 from megasched.trainer.flags.moe import (
@@ -220,9 +220,7 @@ def refuse_unsupported(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: with all of them.
     """
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = flag_parser(add_megatron_arguments(argparse.ArgumentParser(add_help=False)))
+    parser = flag_parser(megatron_parser())
     args = parser.parse_known_args(list(argv))[0]
     given = explicit_flags(parser, argv)
     lines = refusals(_megatrons(given), unknown="allow_unverified" not in given)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megasched.trainer.flags.flag_parser import megatron_parser
 from megasched.trainer.flags.honoured_flags import DERIVED, HONOURED
 from megasched.trainer.flags.idle_flags import IDLE
 from megasched.trainer.flags.moe import is_mixture_flag
@@ -124,10 +125,7 @@ def start_notes(given: Mapping[str, GivenFlag], in_model: Container[str]) -> lis
 
 def unknown_flags() -> list[str]:
     """Returns the ``args`` attributes of the installed Megatron's flags that are in no class."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    return sorted({action.dest for action in parser._actions if not flag_class(action.dest)})
+    return sorted({action.dest for action in megatron_parser()._actions if not flag_class(action.dest)})
 
 
 def _asked(given: Mapping[str, GivenFlag]) -> dict[str, GivenFlag]:

@@ -75,6 +75,13 @@ class FlagParser(argparse.ArgumentParser):
         return super().format_help()
 
 
+def megatron_parser() -> argparse.ArgumentParser:
+    """Returns a parser of the installed Megatron's flags alone."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+
+
 def broken_rule(error: Exception) -> str:
     """Returns which rule is broken, where it stands and which flags it is about; empty for another error."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -108,8 +115,6 @@ def _indent(line: str) -> int:
 
 def _flags(code: list[str]) -> list[str]:
     """Returns the flags of which the code reads the values, in its order."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    actions = add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
+    actions = megatron_parser()._actions
     spelled = {action.dest: action.option_strings[0] for action in reversed(actions) if action.option_strings}
     return [spelled[name] for name in dict.fromkeys(_READ.findall("\n".join(code))) if name in spelled]
