@@ -65,7 +65,6 @@ class _FlopCount(TapeReader):
         self.begun = False  # any layer
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         formula = flop_registry.get(getattr(operation.func, "overloadpacket", None))
         if formula is not None:
             self._count(formula(*operation.args, **operation.kwargs, out_val=operation.output))
@@ -79,7 +78,6 @@ class _FlopCount(TapeReader):
             self.flops.layers[self.running] += flops
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         if call.path in self.numbers:
             self._begin(self.numbers[call.path])
         if call.path in self.experts:
@@ -87,7 +85,6 @@ class _FlopCount(TapeReader):
             self.counted += 1
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.counted -= call.path in self.experts
         if call.path in self.numbers:
             self.running = None
@@ -101,7 +98,6 @@ class _FlopCount(TapeReader):
         self.running, self.outside, self.begun = layer, 0.0, True
 
     def enter_attention(self, call: RecordedAttention) -> None:
-        """See ``TapeReader``."""
         causal = call.kwargs.get("is_causal")
         causal = getattr(call.module, "is_causal", True) if causal is None else causal
         batch, heads, queries, width = call.query.shape
@@ -110,7 +106,6 @@ class _FlopCount(TapeReader):
         self.counted += 1
 
     def leave_attention(self, call: RecordedAttention) -> None:
-        """See ``TapeReader``."""
         self.counted -= 1
 
     def enter_loss(self, call: RecordedLoss) -> None:
@@ -118,7 +113,6 @@ class _FlopCount(TapeReader):
         self.counted += 1
 
     def leave_loss(self, call: RecordedLoss) -> None:
-        """See ``TapeReader``."""
         self.counted -= 1
 
 

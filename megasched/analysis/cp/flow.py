@@ -166,7 +166,6 @@ class SequenceFlow(ScalarAnswers):
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``ScalarAnswers``."""
         self.hooked(tensor)
 
     def hooked(self, tensor: torch.Tensor) -> None:
@@ -213,7 +212,6 @@ class SequenceFlow(ScalarAnswers):
                 self.spoiled[tensor.untyped_storage()._cdata] = origin
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
         if not self.silent and not self.inside:
             self.numbers.append((self.stack[-1].path if self.stack else "", "tensor", repr(values)))
 

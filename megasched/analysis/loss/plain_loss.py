@@ -94,7 +94,6 @@ class _LossRun(ScalarAnswers):
         return loss
 
     def asked_about_values(self, tensors: Any, site: Any, *, how_many: bool) -> None:
-        """See ``ScalarAnswers``."""
         self.asked = True
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

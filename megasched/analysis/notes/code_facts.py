@@ -159,21 +159,16 @@ class _Noting(TapeReader):
         self.running = [""]
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.running.append(call.path)
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.running.pop()
 
     def question(self, question: Question) -> None:
-        """See ``TapeReader``."""
         self.code_facts.note_question(question.tensors, question.site, how_many=question.how_many)
 
     def numbers_given(self, values: Any) -> None:
-        """See ``TapeReader``."""
         self.code_facts.note_given(self.running[-1], values)
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         self.code_facts.note(self.running[-1], operation)

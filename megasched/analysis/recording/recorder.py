@@ -189,15 +189,12 @@ class _Recorder(ScalarAnswers):
         return output
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """See ``ScalarAnswers``."""
         self._happened("question", Question(tensors, site, how_many))
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
         self._happened("numbers_given", snapshot(values))
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``ScalarAnswers``."""
         self._happened("grad_fn_read", tensor)
 
     def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
@@ -205,7 +202,6 @@ class _Recorder(ScalarAnswers):
         self._happened("hook_registered", tensor, hook)
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """See ``ScalarAnswers``."""
         self._happened("custom_function", function, args, output)
 
     def packs(self, change: int) -> None:

@@ -54,7 +54,6 @@ class _LinearFlow(TapeReader):
         return self.stems.get(id(tensor), _Stem())
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         if self.inside:
             return
         stems = [self.stem(tensor) for tensor in operation.operands]
@@ -81,7 +80,6 @@ class _LinearFlow(TapeReader):
             start += out.shape[-1]
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.stems.update((id(alias), self.stem(source)) for source, alias in call.entered)
         if call.path in self.starts:
             self.stems[id(self.structure.slot.get(call.args, call.kwargs))] = _Stem(bypasses=True)
@@ -93,7 +91,6 @@ class _LinearFlow(TapeReader):
             self.inside += 1
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         if call.path in self.watched:
             self.inside -= 1
             self.stems[id(tensors_in(call.output)[0])] = _Stem(frozenset([call.path]))

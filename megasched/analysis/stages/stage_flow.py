@@ -168,7 +168,6 @@ class StageFlow(TapeReader):
     # operations -------------------------------------------------------------------------------------
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         func, args, kwargs = operation.func, operation.args, operation.kwargs
         operands = operation.operands
         place = self._place()
@@ -288,7 +287,6 @@ class StageFlow(TapeReader):
     # modules ----------------------------------------------------------------------------------------
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         for source, alias in call.entered:
             self._pass_on(source, alias)
         path = call.path
@@ -321,7 +319,6 @@ class StageFlow(TapeReader):
         return path in self._outside and not in_layer
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self._drew = self._drew or call.drew_inside
         self._leave(call)
         for source, alias in call.exited:

@@ -47,12 +47,10 @@ class BackwardLabels(LabelRun):
         self.packing += change
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``TapeReader``."""
         if not self.silent:
             self.hooked(tensor)
 
     def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
-        """See ``TapeReader``."""
         self.hooked(tensor)
 
     def hooked(self, tensor: torch.Tensor) -> None:

@@ -47,7 +47,6 @@ class Labelling(BackwardLabels):
                 self._gather(self.label(tensor).columns, "the model returns it")
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         for source, alias in call.entered:
             self._pass_on(source, alias)
         path = call.path
@@ -70,7 +69,6 @@ class Labelling(BackwardLabels):
             self.silent += 1
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         path, output, arguments = call.path, call.output, (call.args, call.kwargs)
         leaving = self._outside_of(call)
         for tensor in handed_to_hooks(call.module, *arguments, output):
@@ -356,13 +354,11 @@ class Labelling(BackwardLabels):
         self.silent += 1
 
     def leave_attention(self, call: RecordedAttention) -> None:
-        """See ``TapeReader``."""
         self.silent -= 1
         label = self.attending.pop()
         self._set(call.output[0], replace(label, along=ShardDim(2) if label.type == FEATURE_SHARD else None))
 
     def enter_loss(self, call: RecordedLoss) -> None:
-        """See ``TapeReader``."""
         self._note_logits(call.logits)
         if not self.loss_takes_shards:
             self._gather(self.label(call.logits).columns, "the loss needs whole logits")

@@ -49,12 +49,10 @@ class RecordedCalls(Labelling):
         self.apart = frozenset(self.structure.layer_paths() if self.structure else ())
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.open.append(_Open())  # what it takes a part of is its own affair
         super().enter(call)
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         done = self.open.pop()
         path = call.path
         if done.meets_long and done.columns:
@@ -91,7 +89,6 @@ class RecordedCalls(Labelling):
             self.open[-1].columns |= label.columns
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         super().operation(operation)
         if not self.open or self.silent:
             return
@@ -126,7 +123,6 @@ class RecordedCalls(Labelling):
                 )
 
     def numbers_given(self, values: Any) -> None:
-        """See ``TapeReader``."""
         if self.open and not self.silent and (numbers := numbers_given(values)):
             self.open[-1].numbers.append(tuple(numbers))
 

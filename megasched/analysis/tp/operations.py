@@ -118,7 +118,6 @@ class LabelRun(TapeReader):
                 self.tp_facts.by_heads |= label.columns
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         if self.silent:
             return
         func, args, kwargs = operation.func, operation.args, operation.kwargs

@@ -120,7 +120,6 @@ class Replay(ScalarAnswers):
                 raise Mismatch
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
         if not self.silent and (numbers := numbers_given(values)):
             self._compute(tuple(numbers))
 

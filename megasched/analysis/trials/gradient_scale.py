@@ -43,27 +43,22 @@ class _GradientTrials(TapeReader):
         self.found: Problem | None = None
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.stack.append(call.path)
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         if handed_to_hooks(call.module, call.output):
             self._find("its backward hooks are handed gradients")
         self.stack.pop()
 
     def custom_function(self, function: Function, args: tuple[Any, ...], output: Any) -> None:
-        """See ``TapeReader``."""
         if not _function_scales(function, args):
             self._find(f"the backward of {function.__name__} goes by how large a gradient is")
 
     def hook_registered(self, tensor: torch.Tensor, hook: Any) -> None:
-        """See ``TapeReader``."""
         if not _hook_scales(hook, tensor):
             self._find("a hook on a gradient goes by how large that is")
 
     def grad_fn_read(self, tensor: torch.Tensor) -> None:
-        """See ``TapeReader``."""
         self._find("its code reads grad_fn, where it may register hooks on gradients")
 
     def _find(self, what: str) -> None:

@@ -117,12 +117,10 @@ class _ReachRun(ScalarAnswers):
         self._stack.pop()
 
     def asked_about_values(self, tensors: Sequence[torch.Tensor], site: Site | None, *, how_many: bool) -> None:
-        """See ``ScalarAnswers``."""
         self._asked.add(self._stack[-1] if self._stack else "")
         self.code_facts.note_question(tensors, site, how_many=how_many)
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
         self.code_facts.note_given(self._stack[-1] if self._stack else "", values)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -336,7 +336,6 @@ class _WayRun(ScalarAnswers):
         return value.new_empty(batch, length, heads, value.shape[-1]), None
 
     def asked_about_values(self, tensors: Any, site: Site | None, *, how_many: bool) -> None:
-        """See ``ScalarAnswers``."""
         self.code_facts.note_question(tensors, site, how_many=how_many)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,6 +350,5 @@ class _WayRun(ScalarAnswers):
         return output
 
     def numbers_given(self, values: Any) -> None:
-        """See ``ScalarAnswers``."""
         self.done.append((self.stack[-1], None, None, (), repr(values)))
         self.code_facts.note_given(self.stack[-1], values)

@@ -160,17 +160,14 @@ class _WholeRun(TapeReader):
         self.stage_inputs: dict[StageInput, torch.Tensor] = {}
 
     def operation(self, operation: Operation) -> None:
-        """See ``TapeReader``."""
         self.noted.note(operation.func, operation.args, operation.kwargs, operation.outputs)
 
     def enter(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.noted.enters(call.path)
         if self.noted.begun and self.hidden is None:
             self.hidden = self.structure.slot.get(call.args, call.kwargs)
 
     def leave(self, call: Call) -> None:
-        """See ``TapeReader``."""
         self.noted.leaves(call.path)
         for side in self.structure.stage_inputs_at(self.start) if self.hidden is None else ():
             if side.places[0].path == call.path:
