@@ -132,6 +132,17 @@ def call_after(target: str, end: Callable[[], None], *, rebind: tuple[str, ...] 
     return wrap_attribute(target, ended, rebind=rebind)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Runs its body with another value of an attribute of an object, and then restores what the object had."""
+    change = _Change(owner, name, None, value)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        change.undo()
+
+
 def undo_all(undos: Iterable[Undo]) -> None:
     """Runs undos in the reverse of the order in which they were made."""
     for undo in reversed(list(undos)):

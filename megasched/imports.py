@@ -14,6 +14,7 @@ from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
 from typing import Any
 
+from megasched.attributes import replaced
 from megasched.collector import collector_paused
 from megasched.errors import ConfigError
 
@@ -121,12 +122,8 @@ def uncompiled_imports() -> Iterator[None]:
     """
     import torch
 
-    compile_ = torch.compile
-    torch.compile = _uncompiled  # type: ignore[assignment]
-    try:
+    with replaced(torch, "compile", _uncompiled):
         yield
-    finally:
-        torch.compile = compile_
 
 
 @contextmanager

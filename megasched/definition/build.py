@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+from megasched.attributes import replaced
 from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.definition.overrides import with_overrides
@@ -102,12 +103,9 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                 moved[held].__dict__.update(held.__dict__)
             module._parameters[name] = moved[held]
 
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        with OnMeta(), _buffers_on_meta() if include_buffers else nullcontext():
-            yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    buffers = _buffers_on_meta() if include_buffers else nullcontext()
+    with replaced(torch.nn.Module, "register_parameter", register_on_meta), OnMeta(), buffers:
+        yield
 
 
 @contextmanager
@@ -122,11 +120,8 @@ def _buffers_on_meta() -> Iterator[None]:
     ) -> None:
         register(module, name, tensor if tensor is None else tensor.to("meta"), persistent)
 
-    torch.nn.Module.register_buffer = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(torch.nn.Module, "register_buffer", register_on_meta):
         yield
-    finally:
-        torch.nn.Module.register_buffer = register  # type: ignore[method-assign]
 
 
 def load_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.attributes import replaced
 from megasched.graph import opaque
 from megasched.language.lora import is_conv1d
 
@@ -140,16 +141,14 @@ def intercepting(root: nn.Module, limits: Limits) -> Iterator[None]:
             raise Lost(f"{name}, which register_hook puts on the gradient of a tensor,")
         return hook_tensor(tensor, hook)
 
-    with ExitStack() as undo:
-        undo.enter_context(_refused_reads())
-        undo.enter_context(_refused_seeds())
-        nn.Module.__call__ = run
-        undo.callback(setattr, nn.Module, "__call__", run_module)
-        torch.autograd.Function.apply = classmethod(apply)
-        undo.callback(setattr, torch.autograd.Function, "apply", apply_function)
-        torch.Tensor.register_hook = register_hook
-        undo.callback(setattr, torch.Tensor, "register_hook", hook_tensor)
-        undo.enter_context(_opaque_attention(paths))
+    with (
+        _refused_reads(),
+        _refused_seeds(),
+        replaced(nn.Module, "__call__", run),
+        replaced(torch.autograd.Function, "apply", classmethod(apply)),
+        replaced(torch.Tensor, "register_hook", register_hook),
+        _opaque_attention(paths),
+    ):
         yield
 
 
@@ -254,8 +253,5 @@ def _opaque_attention(paths: Mapping[int, str]) -> Iterator[None]:
 
         return attend
 
-    interface.get_interface = get_interface
-    try:
+    with replaced(interface, "get_interface", get_interface):
         yield
-    finally:
-        interface.get_interface = found

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from megasched.attributes import replaced
 from megasched.language.lora import B
 from megasched.lowering import lora as adapting
 from megasched.weights import lora as weights_lora
@@ -21,17 +22,14 @@ def telling_adapters() -> Iterator[None]:
 
     No other run repeats the dropout, and with zeros in ``lora_B``, ``lora_A`` gets no gradient.
     """
-    real = weights_lora.initial_value, adapting.make_dropout
+    real = weights_lora.initial_value
 
     def value(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
         if not name.endswith(f".{B}.weight"):
-            return real[0](name, shape, seed)
+            return real(name, shape, seed)
         generator = torch.Generator().manual_seed(weights_lora.parameter_seed(seed, name))
         return SCALE * torch.randn(shape, generator=generator)
 
-    weights_lora.initial_value = value
-    adapting.make_dropout = lambda lora: nn.Identity()
-    try:
+    without_dropout = replaced(adapting, "make_dropout", lambda lora: nn.Identity())
+    with replaced(weights_lora, "initial_value", value), without_dropout:
         yield
-    finally:
-        weights_lora.initial_value, adapting.make_dropout = real

@@ -18,7 +18,6 @@ from megasched.analysis.loss.plain_loss import Sizes, why_not_plain
 from megasched.analysis.recording.meta_call import (
     ScalarAnswers,
     call_hooks,
-    forward_of,
     meta_copy,
     run_on_meta,
     tensors_in,
@@ -26,6 +25,7 @@ from megasched.analysis.recording.meta_call import (
 from megasched.analysis.recording.stock import all_stock, is_theirs
 from megasched.analysis.stages.layer_stack import LayerStack
 from megasched.analysis.stages.loss_labels import LossForm, LossLabels
+from megasched.attributes import replaced
 from megasched.definition.objectives import Objective, objective_of
 from megasched.errors import ScheduleError
 
@@ -212,7 +212,7 @@ def _layers_once(probe: nn.Module, structure: LayerStack) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(forward_of(layer, once(layer, layer.forward)))
+            stack.enter_context(replaced(layer, "forward", once(layer, layer.forward)))
         yield
 
 

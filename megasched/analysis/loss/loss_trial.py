@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.analysis.recording.meta_call import forward_of, loss_function_of
+from megasched.analysis.recording.meta_call import loss_function_of
 from megasched.analysis.stages.loss_labels import LossLabels
+from megasched.attributes import replaced
 from megasched.definition.objectives import Objective
 
 BATCH = 2  # a loss may be a sum over rows, or compare them
@@ -194,5 +195,5 @@ def _handed_out(probe: nn.Module, outputs: list[tuple[str, Any]], leaves: list[t
 
     with ExitStack() as stack:
         for path in dict.fromkeys(path for path, _ in outputs):
-            stack.enter_context(forward_of(probe.get_submodule(path), handing_out(path)))
+            stack.enter_context(replaced(probe.get_submodule(path), "forward", handing_out(path)))
         yield

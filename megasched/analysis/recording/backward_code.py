@@ -9,7 +9,7 @@ tensors saved for the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import tensors_in
+from megasched.attributes import replaced
 
 # Their functions are known: what they do to gradients belongs to how ranks work together, or changes nothing.
 _KNOWN = ("torch.", "megatron.", "megasched.", "model_adapters.", "transformer_engine.")
@@ -38,38 +39,32 @@ def watched_backward(
         packing: ``packing(1)`` where code enters its own ``torch.autograd.graph.saved_tensors_hooks``,
             ``packing(-1)`` where it leaves them.
     """
-    # Of each class, also of one that has its forward from another: its backward may be its own.
-    seen: dict[Function, Any] = {}
-    for function in [*_functions(torch.autograd.Function)]:
-        _watch(function, seen, called)
-    apply = vars(torch.autograd.Function)["apply"]
+    seen: set[Function] = set()
+    apply, saved = vars(torch.autograd.Function)["apply"], torch.autograd.graph.saved_tensors_hooks
+    with ExitStack() as changes:
 
-    def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
-        """Watches a class that code made while it ran, then applies it."""
-        _watch(function, seen, called)
-        return apply.__get__(None, function)(*args, **kwargs)  # a classmethod, from torch 2.14 on one of C
+        def watch(function: Function) -> None:
+            """Watches each class, also one that has its forward from another: its backward may be its own."""
+            if function not in seen and not f"{function.__module__}.".startswith(_KNOWN):
+                seen.add(function)
+                watched = staticmethod(_watched(function, function.forward, called))
+                changes.enter_context(replaced(function, "forward", watched))
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
-    hooks = {name: getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
-    for name, register in hooks.items():
-        setattr(torch.Tensor, name, _watched_hook(register, hooked))
-    saved = torch.autograd.graph.saved_tensors_hooks
-    ends = {name: getattr(saved, name) for name in ("__enter__", "__exit__")}
-    for name, end in ends.items():
-        setattr(saved, name, _watched_packing(end, packing, 1 if name == "__enter__" else -1))
-    try:
+        def applied(function: Function, *args: Any, **kwargs: Any) -> Any:
+            """Watches a class that code made while it ran, then applies it."""
+            watch(function)
+            return apply.__get__(None, function)(*args, **kwargs)  # a classmethod, from torch 2.14 on one of C
+
+        for function in [*_functions(torch.autograd.Function)]:
+            watch(function)
+        changes.enter_context(replaced(torch.autograd.Function, "apply", classmethod(applied)))
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            watched = _watched_hook(getattr(torch.Tensor, name), hooked)
+            changes.enter_context(replaced(torch.Tensor, name, watched))
+        for name, change in (("__enter__", 1), ("__exit__", -1)):
+            watched = _watched_packing(getattr(saved, name), packing, change)
+            changes.enter_context(replaced(saved, name, watched))
         yield
-    finally:
-        for name, end in ends.items():
-            setattr(saved, name, end)
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for function, own in seen.items():
-            if own is not None:
-                function.forward = own  # type: ignore[method-assign]
-            else:
-                del function.forward
-        for name, register in hooks.items():
-            setattr(torch.Tensor, name, register)
 
 
 def handed_to_hooks(module: nn.Module, *values: Any) -> list[torch.Tensor]:
@@ -83,18 +78,6 @@ def _functions(base: Function) -> Iterator[Function]:
     for function in base.__subclasses__():
         yield function
         yield from _functions(function)
-
-
-def _watch(function: Function, seen: dict[Function, Any], called: Callable[..., None]) -> None:
-    """Replaces the forward of a function class that belongs to the definition by one that calls ``called``.
-
-    Args:
-        seen: such classes -> the forward that the class itself defines, or None.
-    """
-    if function in seen or f"{function.__module__}.".startswith(_KNOWN):
-        return
-    forward, seen[function] = function.forward, vars(function).get("forward")
-    function.forward = staticmethod(_watched(function, forward, called))  # type: ignore[method-assign]
 
 
 def _watched(function: Function, forward: Callable[..., Any], called: Callable[..., None]) -> Callable[..., Any]:

@@ -302,19 +302,6 @@ def sum_of_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
     return logits.float().sum()
 
 
-@contextmanager
-def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Runs its body with another forward on a module, and then restores the instance's own, if it had one."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-
 _TRAINS = ContextVar("trains", default=True)
 
 

@@ -22,13 +22,13 @@ from megasched.analysis.recording.meta_call import (
     Functions,
     ScalarAnswers,
     call_hooks,
-    forward_of,
     loss_function_of,
     tensors_in,
 )
 from megasched.analysis.recording.numbers import numbers_given
 from megasched.analysis.tp.module_call import ModuleCall
 from megasched.analysis.tp.module_calls import SAME, numbers_of
+from megasched.attributes import replaced
 from megasched.definition import attention_interface
 from megasched.definition.images.convolutions import cut_axes, is_batch_norm, is_convolution
 from megasched.definition.linears import output_axis
@@ -196,7 +196,7 @@ def _given_by_layers(module: nn.Module, path: str, call: ModuleCall) -> Iterator
     with ExitStack() as stack:
         for full, outputs in call.layers.items():
             layer = module.get_submodule(full.removeprefix(f"{path}.") if path else full)
-            stack.enter_context(forward_of(layer, partial(_next, iter(outputs))))
+            stack.enter_context(replaced(layer, "forward", partial(_next, iter(outputs))))
         yield
 
 
@@ -234,7 +234,7 @@ def local_linears(module: nn.Module, path: str, rank: Rank) -> Iterator[None]:
             features, taken = rank.sizes(full, child)
             stack.callback(child._parameters.update, dict(child._parameters))
             child._parameters.update(_local_parameters(child, features, taken))
-            stack.enter_context(forward_of(child, partial(_handed_out, features, taken)))
+            stack.enter_context(replaced(child, "forward", partial(_handed_out, features, taken)))
         yield
 
 

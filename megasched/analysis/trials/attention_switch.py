@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
+from megasched.attributes import replaced
 from megasched.definition.attention_interface import EAGER_MASK, NAME, NAMES, registered, use_attention
 from megasched.definition.instances import close, gradients_of, real_tensors
 from megasched.definition.objectives import objective_of
@@ -168,11 +169,8 @@ def _defaults_seen(seen: list[Callable[..., Any]]) -> Iterator[None]:
         seen[:] = [default]
         return real(self, name, default)
 
-    AttentionInterface.get_interface = get_interface
-    try:
+    with replaced(AttentionInterface, "get_interface", get_interface):
         yield
-    finally:
-        AttentionInterface.get_interface = real
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
