@@ -30,6 +30,12 @@ def output_axis(module: nn.Module) -> int:
     return 1 if is_conv1d(module) else 0
 
 
+def features(linear: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of input and output features of a Linear or Conv1D."""
+    outputs = output_axis(linear)
+    return linear.weight.shape[1 - outputs], linear.weight.shape[outputs]
+
+
 def is_linear(module: nn.Module) -> bool:
     """Returns whether a module computes the same as ``nn.Linear``, and holds no other tensors.
 

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.linears import output_axis
+from megasched.definition.linears import features
 from megasched.layers.build_context import BuildContext
 from megasched.layers.fused import biased_product
 from megasched.layers.fused_columns import FusedColumns
@@ -171,7 +171,7 @@ def lower_linear(path: str, module: nn.Module, context: BuildContext, *, entered
     """
     plan = context.plan
     weight = plan.placement(path, "weight")
-    out_features, in_features = _sizes(module)
+    in_features, out_features = features(module)
     bias = getattr(module, "bias", None) is not None
     split = plan.splits_sequence(path)
     if path in plan.replicated_heads:
@@ -221,7 +221,7 @@ def _lower_replicated_heads(
     path: str, module: nn.Module, context: BuildContext, entered: bool
 ) -> ReplicatedHeadsLinear:
     plan = context.plan
-    rows = plan.replicated_heads[path].rows(context.rank, context.size, _sizes(module)[0])
+    rows = plan.replicated_heads[path].rows(context.rank, context.size, features(module)[1])
     split = context.tokens if plan.splits_sequence(path) else None
     lowered = ReplicatedHeadsLinear(rows, context.group, entered=entered, split=split)
     lowered.register_parameter("bias", None)
@@ -233,12 +233,6 @@ def _lower_replicated_heads(
 def _as_before(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Returns features [tokens, out] as [..., out], in the leading shape of ``x`` [..., in]."""
     return output.view(*x.shape[:-1], output.shape[-1])
-
-
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    """Returns (out_features, in_features) of a Linear or Conv1D."""
-    axis = output_axis(module)
-    return module.weight.shape[axis], module.weight.shape[1 - axis]
 
 
 def make_parameter(

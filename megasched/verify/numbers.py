@@ -10,7 +10,7 @@ import torch
 
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import apart, floor_of, largest_finite, relative
+from megasched.verify.reference import apart, floor_of, largest_finite, off_by, relative
 from megasched.verify.trainer_run import logits_of
 
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
@@ -206,8 +206,3 @@ def _add_logits(found: Errors, step: int, got: Sequence[torch.Tensor], wanted: S
         return
     for place, (mine, right) in enumerate(zip(got, wanted, strict=True)):
         found.add(Number("logits", step, str(place)), difference(mine, right))
-
-
-def off_by(got: float, wanted: float) -> float:
-    """Returns the relative error of a number."""
-    return abs(got - wanted) / max(abs(wanted), 1e-30)

@@ -166,9 +166,9 @@ def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
     floor = floor_of(expected.gradients)
     pairs = zip(got.logits, expected.logits, strict=True)
     return {
-        "loss": _off(got.loss, expected.loss),
+        "loss": off_by(got.loss, expected.loss),
         "logits": max(relative(mine, wanted) for mine, wanted in pairs),
-        "grad_norm": _off(got.grad_norm, expected.grad_norm),
+        "grad_norm": off_by(got.grad_norm, expected.grad_norm),
         **{name: relative(got.gradients[name], wanted, floor) for name, wanted in expected.gradients.items()},
     }
 
@@ -183,7 +183,8 @@ def largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _off(got: float, expected: float) -> float:
+def off_by(got: float, expected: float) -> float:
+    """Returns the relative error of a number."""
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megasched.definition.instances import computes, tree_state, tried_once
-from megasched.definition.linears import is_linear, output_axis
+from megasched.definition.linears import features, is_linear
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Declined
 from megasched.language.module_specs import ACTIVATIONS, MlpSpec
@@ -89,19 +89,13 @@ def _tried(module: nn.Module, linears: Mapping[str, nn.Module]) -> MlpSpec | Dec
 def _forms(linears: Mapping[str, nn.Module]) -> Iterator[MlpSpec]:
     """Yields the specs that fit the sizes of the linears."""
     for *inputs, down in permutations(linears):
-        (hidden, inside), ends = _sizes(linears[inputs[0]]), _sizes(linears[down])
-        if len(inputs) == 2 and ends == (inside, hidden) and _sizes(linears[inputs[1]]) == (hidden, inside):
+        (hidden, inside), ends = features(linears[inputs[0]]), features(linears[down])
+        if len(inputs) == 2 and ends == (inside, hidden) and features(linears[inputs[1]]) == (hidden, inside):
             yield MlpSpec(inputs[0], inputs[1], down)
         if len(inputs) == 1 and ends == (inside, hidden):
             yield MlpSpec("", inputs[0], down)
         if len(inputs) == 1 and (2 * ends[0], ends[1]) == (inside, hidden):
             yield MlpSpec("", "", down, inputs[0])
-
-
-def _sizes(linear: Any) -> tuple[int, int]:
-    """Returns the numbers of input and output features."""
-    outputs = output_axis(linear)
-    return linear.weight.shape[1 - outputs], linear.weight.shape[outputs]
 
 
 def _small(module: nn.Module, linears: Mapping[str, nn.Module], mlp: MlpSpec) -> Any:

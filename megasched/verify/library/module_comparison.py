@@ -23,12 +23,12 @@ from megasched.verify.compare_step import checks_of, unexplained, why_wrong
 from megasched.verify.library.module_step import Example, ModuleStep, take_step
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding, Locator
-from megasched.verify.numbers import Check, Errors, Number, add_replicas, difference, floor_of, off_by
+from megasched.verify.numbers import Check, Errors, Number, add_replicas, difference, floor_of
 from megasched.verify.parity import TOLERANCE
 from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.verify.recording import PlanFacts, RankReport, components_of
-from megasched.verify.reference import DRAWS, HfStep
+from megasched.verify.reference import DRAWS, HfStep, off_by
 
 HALVES = (torch.float16, torch.bfloat16)
 OWN_SAMPLES = "each data-parallel rank normalizes its own samples: sync_batch_norm() takes the statistics over all"
