@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -168,11 +168,8 @@ def _refused_reads() -> Iterator[None]:
     if recording is None or not any(made.leaves for made in recording.calls):
         yield
         return
-    nn.Module.__getattribute__ = read
-    try:
+    with replaced(nn.Module, "__getattribute__", read):
         yield
-    finally:
-        del nn.Module.__getattribute__
 
 
 @contextmanager
@@ -191,8 +188,7 @@ def _refused_seeds() -> Iterator[None]:
     with ExitStack() as undo:
         for owner, name in product((torch, torch.random, torch.cuda, torch.cuda.random), _SEEDS):
             if (function := getattr(owner, name, None)) is not None:
-                undo.callback(setattr, owner, name, function)
-                setattr(owner, name, refusing(function))
+                undo.enter_context(replaced(owner, name, refusing(function)))
         yield
 
 
