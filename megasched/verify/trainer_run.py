@@ -87,7 +87,7 @@ def train(
     serving = None if look is None else Serving(look, report, lambda chunk: _watch(_chunks[chunk]))
     undos = [
         _record_steps(report, serving),
-        *_record_validation(report),
+        *([] if look is None else _record_validation(report)),
         _record_finalized_gradients(report, 0 if look is None else look.step),
         *record_logits(report, look is not None),
     ]

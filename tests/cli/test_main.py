@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from megasched.cli import main
+from megasched.definition.small_models.small_models import small_config
 from megasched.printing.shell_command import shell_command
 from tests.launch.status.test_training_log import line
 
@@ -55,6 +56,15 @@ def test_light_commands_and_trivial_errors_import_nothing_heavy(argv, status):
     done = fresh(*argv)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert done.returncode == status
+
+
+def test_a_command_that_measures_is_quiet(tmp_path):
+    """Megatron, which warns of kernels that it lacks as it is imported, is imported for a prediction alone."""
+    small_config("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "first.py").write_text('def schedule(sch, layout):\n    sch["model.layers"][:1].checkpoint()\n')
+    done = fresh("show", "--model-schedule", str(tmp_path / "first.py"), "--hf-model", str(tmp_path / "model"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "megatron.core" in done.stdout.splitlines()[-1]
 
 
 def test_commands_do_without_the_compiler(monkeypatch):

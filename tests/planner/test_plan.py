@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from megasched.cli.main import main
@@ -24,6 +23,7 @@ from megasched.planner.memory import ERROR, stages_of
 from megasched.planner.plan import PlanReport, plan, recompute_words, run_words, slurm_words
 from megasched.planner.predict import StepFlags
 from megasched.planner.search import Candidate, Job, _groups, _of_group
+from megasched.printing.console import plain_console
 from megasched.printing.shell_command import program
 from megasched.trainer.session import open_session
 from megasched.tuner.space import Space
@@ -243,7 +243,7 @@ def test_what_fits_by_less_than_the_prediction_may_be_off_is_marked(planned, cap
         job = replace(report.job, hardware=replace(report.job.hardware, memory_gib=gib, reserved_gib=0.0))
         close = replace(report, job=job, fitting=[best])
         assert close.is_tight(best) == tight
-        print_plan(close, Console(width=200), 1)
+        print_plan(close, plain_console(width=200), 1)
         printed = capsys.readouterr().out
         assert (f"~{best.fullest.total / 2**30:.2f}" in printed) == tight
         assert ("may run out of memory" in printed) == tight
@@ -251,7 +251,7 @@ def test_what_fits_by_less_than_the_prediction_may_be_off_is_marked(planned, cap
 
 def test_the_command_has_the_models_folder_as_it_is(planned, capsys):
     report = replace(planned[1], hf_model="/models/[v2]", fitting=planned[1].fitting[:1])
-    print_plan(report, Console(width=200), 1)
+    print_plan(report, plain_console(width=200), 1)
     assert "--hf-model '/models/[v2]'" in capsys.readouterr().out
 
 

@@ -47,6 +47,7 @@ def test_what_is_right_is_found_equal(ranks, tmp_path, model_type, layout):
     assert (found.verdict, found.why, found.finding) == ("equal", "", None)
     numbers = {check.name: check.error for check in found.checks if check.error is not None}
     rows = ["loss", "logits", "hidden states", "gradients", "gradient norm", "weights", "buffers"]
+    rows.append("validation loss")
     assert list(numbers) == [name for name in rows if name != "buffers" or model_type != "gpt2"]
     assert all(error < 1e-5 for name, error in numbers.items() if name != "weights")
     assert numbers["weights"] < 1e-3

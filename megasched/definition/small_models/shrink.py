@@ -187,9 +187,7 @@ def _undeclared(config_class: type[PretrainedConfig], given: PretrainedConfig) -
         return set()
     try:
         made = vars(config_class())
-    except (
-        Exception
-    ):  # a class without defaults that fit: what it sets by itself can't be told from what it is given
+    except Exception:  # its defaults don't fit, and what it sets by itself can't be told from what it is given
         return set()
     return {name for name in vars(given).keys() - made.keys() - {"auto_map"} if not name.startswith("_")}
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.attributes import set_attribute
 from megasched.errors import ConfigError, MegaschedError, ScheduleError
+from megasched.imports import quiet_imports
 from megasched.language.parallel_dims import ParallelDims
 from megasched.layers import experts
 from megasched.patches import active, apply, undo
@@ -89,7 +90,7 @@ def _functions(session: Session, setting: Setting) -> dict[str, Callable[..., An
 
 @contextmanager
 def fake_groups(layout: ParallelDims) -> Iterator[None]:
-    """Runs its body in Megatron's groups, as rank 0 of a layout without pipeline or data parallelism.
+    """Runs its body in Megatron's groups, as rank 0 of a layout without pipeline or data parallelism, quietly.
 
     Ends the process groups that it made; there may be none before. Megatron's RNG states are brought back.
     """
@@ -99,7 +100,7 @@ def fake_groups(layout: ParallelDims) -> Iterator[None]:
 
     tracker = get_cuda_rng_tracker()
     states = dict(vars(tracker))
-    with emulated_cuda():
+    with quiet_imports(), emulated_cuda():
         torch.distributed.init_process_group("fake", rank=0, world_size=layout.tp * layout.cp * layout.ep)
         try:
             parallel_state.initialize_model_parallel(
