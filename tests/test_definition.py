@@ -289,6 +289,18 @@ def test_a_buffer_that_no_memory_holds_is_refused_before_it_is_made():
         build_definition(config)
 
 
+def test_experts_that_begin_as_zeros():
+    """Llama 4 makes those of a layer by ``torch.zeros``, 5 GiB. A buffer, whose values count, is refused."""
+    model = build_definition(AutoConfig.for_model("llama4_text", num_hidden_layers=1))
+    experts = model.model.layers[0].feed_forward.experts
+    assert (experts.gate_up_proj.shape, experts.gate_up_proj.device.type) == ((16, 5120, 16384), "meta")
+    with (
+        pytest.raises(ConfigError, match=r"makes a buffer of \[16, 5120, 16384\], 5\.0 GiB; no model has"),
+        init_empty_weights(),
+    ):
+        torch.nn.Module().register_buffer("table", torch.zeros(16, 5120, 16384))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("model_type", ["llama", "glm4_moe", "ernie4_5_moe", "bailing_hybrid", "gpt_oss"])
 def test_what_transformers_loads_in_float32(tmp_path, model_type, dtype):

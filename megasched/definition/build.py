@@ -8,11 +8,11 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 from megasched.attributes import replaced
@@ -60,10 +60,13 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 
     Each parameter is moved when it is registered, before its initialisation runs, so that no memory of its size is
     ever touched, and its initialisation is skipped. Buffers (rotary frequencies and the like) are computed by the
-    class, so that they need not be rebuilt afterwards. A parameter registered at two places stays one. A result of
-    ``torch.empty`` above ``LARGE`` bytes is made on meta directly: all experts of a layer are one tensor, of
-    28 GiB in DeepSeek-V3, for which memory may not suffice. Other factories of that size are refused: no model has
-    a buffer so large.
+    class, so that they need not be rebuilt afterwards. A parameter registered at two places stays one. What may
+    become a parameter (``torch.empty``, ``torch.zeros``) is on meta at once above ``LARGE`` bytes: all experts
+    of a layer are one tensor, of 28 GiB in DeepSeek-V3, for which memory may not suffice. Buffers of that size,
+    and tables (``torch.arange``), are refused: no model has one.
+
+    Raises:
+        ConfigError: the body makes such a buffer or table.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -72,8 +75,8 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     if not enable:
         yield
         return
-    factories = {torch.empty, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace}
-    factories |= {torch.rand, torch.randn, torch.eye}
+    fillers = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+    factories = fillers | {torch.arange, torch.linspace, torch.eye}
 
     class OnMeta(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,11 +87,8 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                     return given
             if func in factories and kwargs.get("device") is None:
                 shape = func(*args, **{**kwargs, "device": "meta"})
-                if shape.nbytes > LARGE and func is not torch.empty:
-                    what = f"a buffer of {list(shape.shape)}, {shape.nbytes / 2**30:.1f} GiB"
-                    raise ConfigError(f"the config makes {what}; no model has one so large")
                 if shape.nbytes > LARGE:
-                    return shape
+                    return shape if func in fillers else _refuse_buffer(shape)
             return func(*args, **kwargs)
 
     register = torch.nn.Module.register_parameter
@@ -103,8 +103,31 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                 moved[held].__dict__.update(held.__dict__)
             module._parameters[name] = moved[held]
 
-    buffers = _buffers_on_meta() if include_buffers else nullcontext()
+    buffers = _buffers_on_meta() if include_buffers else _no_large_buffers()
     with replaced(torch.nn.Module, "register_parameter", register_on_meta), OnMeta(), buffers:
+        yield
+
+
+def _refuse_buffer(buffer: torch.Tensor) -> NoReturn:
+    what = f"a buffer of {list(buffer.shape)}, {buffer.nbytes / 2**30:.1f} GiB"
+    raise ConfigError(f"the config makes {what}; no model has one so large")
+
+
+@contextmanager
+def _no_large_buffers() -> Iterator[None]:
+    """Runs its body so that a buffer above ``LARGE`` bytes, whose values may be on meta, is refused."""
+    import torch
+
+    register = torch.nn.Module.register_buffer
+
+    def register_small(
+        module: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        if tensor is not None and tensor.is_meta and tensor.nbytes > LARGE:
+            _refuse_buffer(tensor)
+        register(module, name, tensor, persistent)
+
+    with replaced(torch.nn.Module, "register_buffer", register_small):
         yield
 
 
