@@ -299,6 +299,10 @@ def test_experts_that_begin_as_zeros():
         init_empty_weights(),
     ):
         torch.nn.Module().register_buffer("table", torch.zeros(16, 5120, 16384))
+    with pytest.raises(ConfigError, match=r"makes a buffer of \[536870912\]"), init_empty_weights():
+        torch.nn.Module().register_buffer("table", torch.zeros(2**29)[:8].bool())
+    with pytest.raises(ConfigError, match=r"makes a buffer of \[536870912\]"), init_empty_weights():
+        torch.ones(2**29)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -63,7 +63,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     class, so that they need not be rebuilt afterwards. A parameter registered at two places stays one. What may
     become a parameter (``torch.empty``, ``torch.zeros``) is on meta at once above ``LARGE`` bytes: all experts
     of a layer are one tensor, of 28 GiB in DeepSeek-V3, for which memory may not suffice. Buffers of that size,
-    and tables (``torch.arange``), are refused: no model has one.
+    and tables (``torch.ones``), are refused: no model has one.
 
     Raises:
         ConfigError: the body makes such a buffer or table.
@@ -75,8 +75,9 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     if not enable:
         yield
         return
-    fillers = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
-    factories = fillers | {torch.arange, torch.linspace, torch.eye}
+    of_parameters = {torch.empty, torch.zeros}
+    tables = {torch.arange, torch.ones, torch.full, torch.linspace, torch.rand, torch.randn, torch.eye}
+    large: list[torch.Tensor] = []
 
     class OnMeta(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,10 +86,11 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                 given = (*args, *kwargs.values())[0]
                 if isinstance(given, torch.Tensor) and given.is_meta:
                     return given
-            if func in factories and kwargs.get("device") is None:
+            if func in of_parameters | tables and kwargs.get("device") is None:
                 shape = func(*args, **{**kwargs, "device": "meta"})
                 if shape.nbytes > LARGE:
-                    return shape if func in fillers else _refuse_buffer(shape)
+                    large.append(shape if func in of_parameters else _refuse_buffer(shape))
+                    return shape
             return func(*args, **kwargs)
 
     register = torch.nn.Module.register_parameter
@@ -103,7 +105,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                 moved[held].__dict__.update(held.__dict__)
             module._parameters[name] = moved[held]
 
-    buffers = _buffers_on_meta() if include_buffers else _no_large_buffers()
+    buffers = _buffers_on_meta() if include_buffers else _no_buffers_of(large)
     with replaced(torch.nn.Module, "register_parameter", register_on_meta), OnMeta(), buffers:
         yield
 
@@ -114,8 +116,8 @@ def _refuse_buffer(buffer: torch.Tensor) -> NoReturn:
 
 
 @contextmanager
-def _no_large_buffers() -> Iterator[None]:
-    """Runs its body so that a buffer above ``LARGE`` bytes, whose values may be on meta, is refused."""
+def _no_buffers_of(large: list[torch.Tensor]) -> Iterator[None]:
+    """Runs its body so that buffers on meta are refused once there are large tensors, as they may be of these."""
     import torch
 
     register = torch.nn.Module.register_buffer
@@ -123,8 +125,8 @@ def _no_large_buffers() -> Iterator[None]:
     def register_small(
         module: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
-        if tensor is not None and tensor.is_meta and tensor.nbytes > LARGE:
-            _refuse_buffer(tensor)
+        if tensor is not None and tensor.is_meta and large:
+            _refuse_buffer(large[-1])
         register(module, name, tensor, persistent)
 
     with replaced(torch.nn.Module, "register_buffer", register_small):
