@@ -91,8 +91,7 @@ def first_beyond(locator: Locator, plain: HfStep) -> Finding | None:
     Args:
         locator: locator of the run, which expects the float64 step.
     """
-    seen, theirs = locator.expected.sightings, plain.sightings
-    assert seen is not None
+    seen, theirs = locator.seen, plain.sightings
     assert theirs is not None
     for event in seen.order:
         found = locator.compare(event, gradient=False)
@@ -104,8 +103,8 @@ def first_beyond(locator: Locator, plain: HfStep) -> Finding | None:
     return None
 
 
-def _check(name: str, error: float, plain: float, factor: float, worst: str = "") -> Check:
-    return Check(name, error, factor * plain, worst, error <= factor * plain)
+def _check(name: str, error: float, plain: float, factor: float) -> Check:
+    return Check(name, error, factor * plain, equal=error <= factor * plain)
 
 
 def _number(name: str, got: float, plain: float, exact: float, at_least: float) -> Check:

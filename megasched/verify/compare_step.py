@@ -81,7 +81,7 @@ class StepComparison:
             checks = bfloat16.compare_bf16(reports, first_step(self.plain), first_step(self.exact), tp)
             return all(check.equal for check in checks)
         errors = errors_of(reports, self.plain, tp)
-        return not errors.missing and not self._wrong(errors, reports)
+        return not errors.missing and not self._explained(errors, reports)[0]
 
     def _judge_bf16(self) -> Judgement:
         assert self.exact is not None
@@ -122,9 +122,6 @@ class StepComparison:
         return checks, "dropouts draw the wrong random numbers" if finding else note, finding
 
     # what is wrong ----------------------------------------------------------------------------------
-
-    def _wrong(self, errors: Errors, reports: list[RankReport]) -> dict[Number, float]:
-        return self._explained(errors, reports)[0]
 
     def _explained(self, errors: Errors, reports: list[RankReport]) -> tuple[dict[Number, float], str]:
         """Returns the errors that rounding does not explain, and a note on the largest beyond the tolerance."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -79,12 +80,8 @@ class Errors:
         return {number: error for number, error in self.largest.items() if number.kind == kind}
 
 
-def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: int = 0) -> Errors:
-    """Returns the errors of a run that was looked at.
-
-    Args:
-        run: the plain run, looked at in the same step.
-    """
+def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int) -> Errors:
+    """Returns the errors of a run; both it and the plain one were looked at in the first step."""
     found = Errors()
     held = list(reports)
     losses = [report.losses for report in held if report.losses]
@@ -98,7 +95,7 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
         if report.validation is not None and run.validation is not None:
             found.add(VALIDATION, off_by(report.validation, run.validation))
     floor = floor_of(run.gradients)
-    add_replicas(found, "gradient", look_step, held, run.gradients, tp, lambda name: floor)
+    add_replicas(found, "gradient", 0, held, run.gradients, tp, lambda name: floor)
     add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
     for rank, report in enumerate(held):
         for name, value in report.buffers.items():
@@ -108,7 +105,7 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int, look_step: 
     return found
 
 
-def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
+def own_errors(plain: PlainRun, exact: PlainRun) -> Errors:
     """Returns how far the plain model in float32 is from itself in float64."""
     found = Errors()
     for step, loss in enumerate(plain.losses):
@@ -121,7 +118,7 @@ def own_errors(plain: PlainRun, exact: PlainRun, look_step: int = 0) -> Errors:
         found.add(VALIDATION, off_by(plain.validation, exact.validation))
     floor = floor_of(exact.gradients)
     for name, wanted in exact.gradients.items():
-        found.add(Number("gradient", look_step, name), difference(plain.gradients[name], wanted, floor))
+        found.add(Number("gradient", 0, name), difference(plain.gradients[name], wanted, floor))
     for name, wanted in exact.weights.items():
         scale = -max(exact.changes[name], 1e-5)
         found.add(Number("weight", name=name), difference(plain.weights[name], wanted, scale))
@@ -159,11 +156,7 @@ def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tupl
                 placement = placements[name]
                 expert = placement.group == "ep"
                 rank, size = (report.ep_rank, ep) if expert else (report.tp_rank, tp)
-
-                def cut(whole: torch.Tensor, p: object = placement, r: int = rank, s: int = size) -> torch.Tensor:
-                    return p.shard(whole, r, s)  # type: ignore[attr-defined, no-any-return]
-
-                yield number, name, shard, cut
+                yield number, name, shard, partial(placement.shard, rank=rank, size=size)
 
 
 type Cut = Callable[[torch.Tensor], torch.Tensor]

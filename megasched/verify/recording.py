@@ -40,9 +40,9 @@ class RankReport:
         facts: facts of the plan, where modules were watched.
     """
 
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
+    tp_rank: int = 0
+    dp_rank: int = 0
+    pp_rank: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     validation: float | None = None
@@ -60,6 +60,17 @@ class RankReport:
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     weight_copies: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: PlanFacts | None = None
+
+    def note_ranks(self) -> None:
+        """Notes this rank's place in Megatron's groups."""
+        from megatron.core import parallel_state
+
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.ep_rank = parallel_state.get_expert_model_parallel_rank()
+        self.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,10 @@ def train(
         look: watch what every module takes and gives; adapters are those that ``telling_adapters`` makes.
         rehearse: with flags for a CPU; otherwise this rank has a GPU.
     """
-    from megatron.core import parallel_state
-
     from megasched.launch import pretrain_gpt, pretraining
 
     entry.apply_patches()  # first: they look at the functions that are recorded
-    report = RankReport(-1, -1, -1)
+    report = RankReport()
     serving = None if look is None else Serving(look, report, lambda chunk: _watch(_chunks[chunk]))
     undos = [
         _record_steps(report, serving),
@@ -102,12 +100,7 @@ def train(
             run_trainer(hf_model, flags, iterations=iterations, mock_data=mock_data, **options)
     finally:
         undo_all(undos)
-    report.tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    report.dp_rank = parallel_state.get_data_parallel_rank()
-    report.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    report.cp_rank = parallel_state.get_context_parallel_rank()
-    report.ep_rank = parallel_state.get_expert_model_parallel_rank()
-    report.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
+    report.note_ranks()
     report.weights = _shards(_chunks, _value)
     report.weight_copies = _copies(_chunks, _value)
     report.buffers = _buffers(_chunks) if look is not None else {}

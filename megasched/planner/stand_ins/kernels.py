@@ -312,7 +312,9 @@ def mark_8_bits(layer: nn.Module) -> None:
 class TeLinear(nn.Module):
     """Stands in for ``transformer_engine.pytorch.Linear``, with weights in several parameters."""
 
-    def __init__(self, recipe: str, parameters_split: dict[str, int], bias: bool, **options: Any) -> None:
+    def __init__(
+        self, *sizes: int, recipe: str, parameters_split: dict[str, int], bias: bool, **options: Any
+    ) -> None:
         super().__init__()
         self.recipe, self.names, self.biased = recipe, list(parameters_split), bias
 
@@ -328,15 +330,7 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
     Args:
         recipe: recipe of 8-bit training, as Megatron's ``--fp8-recipe`` names it.
     """
-
     megatrons_linear = partial(linear, recipe=recipe)
-
-    def te_linear() -> Callable[..., Any]:
-        def make(in_features: int, out_features: int, **options: Any) -> TeLinear:
-            return TeLinear(recipe or "", **options)
-
-        return make
-
     return {
         "torch.nn.functional:rms_norm": rms_norm,
         "megasched.layers.megatron.layer_spec:ZeroCenteredRMSNorm.forward": zero_centered_rms_norm,
@@ -361,5 +355,5 @@ def stand_ins(recipe: str | None) -> dict[str, Callable[..., Any]]:
         "megasched.lowering.lower:uses_transformer_engine": lambda device: True,
         "megasched.layers.te.attention:TeCore.__call__": te_core,
         "megasched.layers.megatron.core_attention:CoreAttention.forward": block_core,
-        "megasched.layers.te.linear:te_linear": te_linear,
+        "megasched.layers.te.linear:te_linear": lambda: partial(TeLinear, recipe=recipe or ""),
     }

@@ -41,7 +41,6 @@ from megasched.trainer.hang_watch import minutes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-AUTO_SCHEDULE = "auto"
 
 NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
 

@@ -130,7 +130,7 @@ class ModuleComparison:
         if not without:
             self._facts = replace(self._facts, cuts=dict(plan.cuts), components=components_of(plan))
         placements = {**plan.placements, **placements_of(built)}
-        rank = self._rank or RankReport(0, 0, 0)
+        rank = self._rank or RankReport()
         return take_step(built, example, rank, placements, replicas, plan.renamed)
 
     # errors -----------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class ModuleComparison:
 
     def _unscheduled(self, draw: int) -> ModuleStep:
         nudge(model := self._copy({}), draw)
-        return take_step(model, self._example, RankReport(0, 0, 0), {})
+        return take_step(model, self._example, RankReport(), {})
 
     def _exact(self, draw: int) -> ModuleStep | None:
         """Returns the unscheduled step in float64; None where the module has none, which a remark says."""
@@ -203,7 +203,7 @@ class ModuleComparison:
         example = self._example.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         try:
             with Float64():
-                return take_step(model, example, RankReport(0, 0, 0), {})
+                return take_step(model, example, RankReport(), {})
         except Exception as error:  # of whatever kind: it is the user's code that runs
             self._remarks = [f"nothing tells rounding from mistakes, as the module has no float64: {error}"]
             return None
@@ -223,10 +223,8 @@ def _rank_here() -> tuple[RankReport | None, Any]:
     if not parallel_state.model_parallel_is_initialized():
         return None, None
     group = parallel_state.get_data_parallel_group()
-    own = RankReport(parallel_state.get_tensor_model_parallel_rank(), group.rank(), 0)
-    own.cp_rank = parallel_state.get_context_parallel_rank()
-    own.ep_rank = parallel_state.get_expert_model_parallel_rank()
-    own.expert_dp_rank = parallel_state.get_expert_data_parallel_rank()
+    own = RankReport()
+    own.note_ranks()
     return own, group if group.size() > 1 else None
 
 

@@ -6,7 +6,8 @@ It also says how they relate to the right numbers, and what usually does that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -63,6 +64,7 @@ class Locator:
     Attributes:
         shares: into how many means a run divides the loss of a rank: those of DP and CP in Megatron's trainer.
         replica: the DP rank whose micro-batch was looked at.
+        seen: what modules took and gave in the reference.
     """
 
     reports: Sequence[RankReport]
@@ -72,33 +74,28 @@ class Locator:
     shares: int
     facts: PlanFacts
     replica: int = 0
-    _floor: float = field(init=False, default=0.0)
-    _known: dict[str, dict[int, float]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.expected.sightings is not None
-        self._floor = floor_of(self.expected.sightings.gradients)
+        self.seen = self.expected.sightings
+        self._floor = floor_of(self.seen.gradients)
 
     def first(self) -> Finding | None:
         """Returns the first difference, in the order of the computation; None where no module shows any."""
         return self.forward() or self.backward()
 
     def forward(self) -> Finding | None:
-        seen = self.expected.sightings
-        assert seen is not None
-        for event in seen.order:
+        for event in self.seen.order:
             found = self.compare(event, gradient=False)
             if found is not None and found.error > NOTICED:
                 return self.finding("forward", event, found)
         return None
 
     def backward(self) -> Finding | None:
-        seen = self.expected.sightings
-        assert seen is not None
         checked: set[str] = set()
-        for event in reversed(seen.order):
+        for event in reversed(self.seen.order):
             path, kind = event
-            if event in seen.gradients:
+            if event in self.seen.gradients:
                 found = self.compare(event, gradient=True)
                 if found is not None and found.error > NOTICED:
                     return self.finding("backward", event, found)
@@ -140,11 +137,9 @@ class Locator:
 
     def wanted(self, event: Event, gradient: bool) -> torch.Tensor | None:
         """Returns the unscheduled model's tensor for an event, in the scale of a rank; None where it has none."""
-        seen = self.expected.sightings
-        assert seen is not None
         if not gradient:
-            return seen.values.get(event)
-        found = seen.gradients.get(event)
+            return self.seen.values.get(event)
+        found = self.seen.gradients.get(event)
         # Megatron divides a loss by the micro-batches of a rank, and gradients when it sums them over DP and CP.
         return None if found is None else found * self.shares
 
@@ -184,7 +179,7 @@ class Locator:
         what = {"in": "what goes into it", "out": "what it gives"}[kind]
         what = f"the gradient of {what}" if gradient else what
         tipped = self._tipped(event) if gradient else 0
-        cause = likely_cause(direction, event, related, self.facts, self._sources())
+        cause = likely_cause(direction, event, related, self.facts, self.seen.sources)
         cause = TIPPED.format(tipped) if tipped else cause
         ranks, calls = self._ranks(event, found), self._records(path)
         return Finding(direction, path, what, ranks, found.error, related, cause, calls, tipped=tipped)
@@ -221,11 +216,11 @@ class Locator:
 
     def _parameters_of(self, path: str | None) -> Finding | None:
         """Finds a module's first own parameter (of any module, for None) with a wrong gradient on any rank."""
-        whole = self._gradients()
+        whole = gather(list(self.reports), "gradients", self.tp)
         for name, wanted in self.expected.gradients.items():
             if path not in (None, name.rpartition(".")[0]) or name not in whole:
                 continue
-            errors = self._errors()[name]
+            errors = self._errors[name]
             ranks = tuple(rank for rank, error in sorted(errors.items()) if not error <= NOTICED)
             if ranks:
                 return self._finding_of(name, whole[name], wanted, ranks, max(errors.values()))
@@ -238,7 +233,7 @@ class Locator:
         path = name.rpartition(".")[0]
         held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
         placement = held[0][1].gradients[name][1]
-        right = len(self._errors()[name]) - len(ranks)
+        right = len(self._errors[name]) - len(ranks)
         if right:
             related = f"it is right on {right} of the {right + len(ranks)} ranks that hold it"
             cause = "what one rank does with its gradient, or a sum over ranks that not all of them take part in"
@@ -248,20 +243,21 @@ class Locator:
             related = self._of_copies(name, placement, whole, wanted) or related
             back = self.compare((path, "out"), gradient=True)
             event, way = (path, "parameter"), back.way if back is not None else ""
-            cause = likely_cause("backward", event, related, self.facts, self._sources(), way=way)
+            cause = likely_cause("backward", event, related, self.facts, self.seen.sources, way=way)
         what = "the gradient of this parameter"
         return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
 
+    @cached_property
     def _errors(self) -> dict[str, dict[int, float]]:
         """Maps each parameter to its gradient's error on each rank that holds it, a part or a copy."""
-        if not self._known:
-            floor = floor_of(self.expected.gradients)
-            for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
-                if name in self.expected.gradients:
-                    wanted = self.expected.gradients[name]
-                    size = -max(largest(wanted), floor)
-                    self._known.setdefault(name, {})[rank] = difference(shard, cut(wanted), size)
-        return self._known
+        found: dict[str, dict[int, float]] = {}
+        floor = floor_of(self.expected.gradients)
+        for rank, name, shard, cut in replicas(self.reports, "gradients", self.tp):
+            if name in self.expected.gradients:
+                wanted = self.expected.gradients[name]
+                size = -max(largest(wanted), floor)
+                found.setdefault(name, {})[rank] = difference(shard, cut(wanted), size)
+        return found
 
     def _of_copies(self, name: str, placement: Placement, held: torch.Tensor, wanted: torch.Tensor) -> str:
         """Returns ``COPIES`` if the gradient of a tie is right once its copies' are added up; else empty."""
@@ -271,16 +267,9 @@ class Locator:
         total = held + placement.unshard([copies[rank] for rank in sorted(copies)])
         return COPIES if relative(total, wanted) < NOTICED else ""
 
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return gather(list(self.reports), "gradients", self.tp)
-
-    def _sources(self) -> dict[str, str]:
-        assert self.expected.sightings is not None
-        return self.expected.sightings.sources
-
     def _records(self, path: str) -> tuple[Call, ...]:
         """Returns the calls on the module; else below it or on takers of its output; else on parents."""
-        takers = [taker for taker, source in self._sources().items() if source == path]
+        takers = [taker for taker, source in self.seen.sources.items() if source == path]
         near = [f"{one}." for one in (path, *takers)]
         around = [path[:end] for end in range(len(path)) if path[end] == "."][::-1]
         for chosen in (

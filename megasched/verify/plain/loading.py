@@ -42,7 +42,7 @@ class Job:
     look_batch: int
     silent: bool
     optimizer: dict[str, Any]
-    adapters: list[dict[str, Any]] = field(default_factory=list)
+    adapters: list[tuple[str, float]] = field(default_factory=list)
     unfrozen: list[str] = field(default_factory=list)
     draw: int = 0
 
@@ -138,14 +138,14 @@ def adapt(model: Any, job: Job, values: dict[str, torch.Tensor]) -> None:
     model.requires_grad_(False)
     for path in job.unfrozen:
         model.get_submodule(path).requires_grad_(True)
-    for one in job.adapters:
-        module = model.get_submodule(one["path"])
+    for path, scaling in job.adapters:
+        module = model.get_submodule(path)
         for name in ("lora_A", "lora_B"):
-            value = values[f"{one['path']}.{name}.weight"].to(module.weight.dtype)
+            value = values[f"{path}.{name}.weight"].to(module.weight.dtype)
             child = torch.nn.Linear(value.shape[1], value.shape[0], bias=False)
             child.weight = torch.nn.Parameter(value.clone())
             module.add_module(name, child)
-        module.register_forward_hook(add_lora(one["scaling"]), with_kwargs=True)
+        module.register_forward_hook(add_lora(scaling), with_kwargs=True)
 
 
 def add_lora(scaling: float) -> Any:

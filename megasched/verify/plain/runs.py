@@ -140,14 +140,7 @@ class PlainProcess:
             if given.adapter_weights:
                 save_file(dict(given.adapter_weights), folder / "adapters.safetensors")
             job = {
-                "model": given.model,
-                "weights": given.weights,
-                "auto_class": given.auto_class,
-                "predicts_next": given.predicts_next,
-                "trust_remote_code": given.trust_remote_code,
-                "silent": given.silent,
-                "adapters": [{"path": path, "scaling": scaling} for path, scaling in given.adapters],
-                "unfrozen": list(given.unfrozen),
+                **{name: value for name, value in vars(given).items() if name != "adapter_weights"},
                 "dtype": dtype,
                 "rounded": rounded,
                 "draw": draw,

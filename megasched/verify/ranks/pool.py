@@ -193,19 +193,19 @@ class RankPool:
         except BaseException:  # whoever waits was stopped: the ranks are still at it
             self._give_up(begun)
             raise
-        if any(outcome is None or outcome[2] is not None for outcome in outcomes.values()) or len(outcomes) < len(
-            ranks
-        ):
+        if len(outcomes) < len(ranks) or any(map(_has_failed, outcomes.values())):
             report = _report(ranks, outcomes, timeout)
             self._give_up(begun)
             raise RankError(report)
         for rank in ranks:
             _send(rank.connection, None)  # all are done with one another
-        return [pickle.loads(outcomes[rank.number][1]) for rank in ranks]
+        return [pickle.loads(outcomes[rank.number][0]) for rank in ranks]
 
     def renew(self) -> None:
         """Ends the ranks, so that the next case gets new ones, without the changes of cases before."""
-        self._end_ranks()
+        for rank in self._ranks:
+            rank.end()
+        self._ranks.clear()
 
     def __enter__(self) -> RankPool:
         return self
@@ -215,7 +215,7 @@ class RankPool:
 
     def close(self) -> None:
         """Ends all processes."""
-        self._end_ranks()
+        self.renew()
         if self._template is not None:
             self._template.close()
             self._template = None
@@ -226,15 +226,10 @@ class RankPool:
 
     def _give_up(self, begun: float) -> None:
         """Ends ranks in the middle of a case, and deletes the cache files that they may have left half written."""
-        self._end_ranks()
+        self.renew()
         for path in (Path(self._folder.name) / CACHE).rglob("*"):
             if path.is_file() and path.stat().st_mtime >= begun - 1:
                 path.unlink()
-
-    def _end_ranks(self) -> None:
-        for rank in self._ranks:
-            rank.end()
-        self._ranks.clear()
 
     def _started(self, count: int) -> list[Rank]:
         folder = Path(self._folder.name)
@@ -265,8 +260,6 @@ def search_path() -> list[str]:
 
 def rebuild_tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Rebuilds a tensor of a rank's result in this process."""
-    import torch
-
     element = getattr(torch, dtype)
     if not data:
         return torch.empty(shape, dtype=element)
@@ -296,9 +289,13 @@ def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
         for connection in wait(list(by_connection), timeout=left):
             rank = by_connection.pop(connection)
             outcome = outcomes[rank.number] = _receive(connection)
-            if outcome is None or outcome[2] is not None:
+            if _has_failed(outcome):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return outcomes
+
+
+def _has_failed(outcome: tuple[bytes | None, str | None] | None) -> bool:
+    return outcome is None or outcome[1] is not None
 
 
 def _report(ranks: list[Rank], outcomes: dict[int, Any], timeout: float) -> str:
@@ -309,8 +306,8 @@ def _report(ranks: list[Rank], outcomes: dict[int, Any], timeout: float) -> str:
             waiting.append(f"--- rank {rank.number} was still running; its stacks:\n{rank.stack()}{_tail(rank)}")
         elif outcome is None:
             failures.append(f"--- rank {rank.number} died with exit code {rank.end()}{_tail(rank)}")
-        elif outcome[2] is not None:
-            failures.append(f"--- rank {rank.number} failed:\n{outcome[2]}{_tail(rank)}")
+        elif outcome[1] is not None:
+            failures.append(f"--- rank {rank.number} failed:\n{outcome[1]}{_tail(rank)}")
     head = f"{len(failures)} of {len(ranks)} ranks failed" if failures else f"no end after {timeout:g} s (hang?)"
     return "\n".join([head, *failures, *waiting])
 
@@ -330,7 +327,6 @@ def init_megatron(
     seed: int = 1234,
 ) -> ProcessGroupCollection:
     """Initialises Megatron's groups over a rank's world, and its random states as the trainer seeds them."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
+import torch
+
 from megasched.collector import collector_paused
 from megasched.trainer.flags.rehearsal import without_kernel_packages
 from megasched.verify.ranks.pool import rebuild_tensor
@@ -63,20 +65,10 @@ class Job(NamedTuple):
     payload: bytes
 
 
-class Outcome(NamedTuple):
-    """Holds a rank's outcome: a pickled result, or the traceback of its failure."""
-
-    number: int
-    result: bytes | None
-    failure: str | None
-
-
 class ResultPickler(pickle.Pickler):
     """Pickles tensors as plain values: unpickling torch's own form would import Megatron where they arrive."""
 
     def reducer_override(self, obj: Any) -> Any:
-        import torch
-
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         flat = obj.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1)
@@ -92,7 +84,6 @@ def dump(result: Any) -> bytes:
 
 def prepare() -> None:
     """Emulates CUDA, applies the patches and makes the imports that cost, once for all ranks."""
-    import torch
     import transformers
 
     from megasched.patches import apply_each, host_cuda
@@ -134,7 +125,6 @@ def reset_megatron() -> None:
 
     It runs once a case is over, not when the next one begins: groups have threads, which would wake up meanwhile.
     """
-    import torch
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import async_utils, checkpointing, training
@@ -180,8 +170,6 @@ def let_go_of_groups() -> None:
 
 
 def run_job(job: Job, rank: int, store: Any, environment: dict[str, str]) -> Any:
-    import torch
-
     os.environ.clear()
     os.environ.update(environment, WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
     sys.path[:] = job.sys_path
@@ -202,9 +190,9 @@ def serve(connection: Connection, rank: int, port: int) -> None:
     """Serves jobs in a rank, one after the other, until the pool hangs up.
 
     Megatron is reset before the first job, and after each one when all ranks have done theirs.
-    """
-    import torch
 
+    What it sends of a job is a pickled result and None, or None and the traceback of its failure.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     environment = dict(os.environ)
@@ -221,12 +209,12 @@ def serve(connection: Connection, rank: int, port: int) -> None:
         job = Job(*message)
         os.ftruncate(sys.stdout.fileno(), 0)
         try:
-            outcome = Outcome(job.number, dump(run_job(job, rank, store, environment)), None)
+            outcome = dump(run_job(job, rank, store, environment)), None
         except BaseException:
-            outcome = Outcome(job.number, None, traceback.format_exc())
+            outcome = None, traceback.format_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(tuple(outcome))
+        connection.send(outcome)
 
 
 def become_rank(descriptor: int, rank: int, port: int, log: str, stacks: str) -> None:
