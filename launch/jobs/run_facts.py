@@ -23,6 +23,7 @@ from megasched.trainer.checkpoint.load_check import check_load
 from megasched.trainer.current_session import get_session
 from megasched.trainer.run_failure import describe_failure
 from megasched.trainer.session import Session
+from megasched.trainer.session_from_args import parameter_counts
 from megasched.trainer.token_ids import check_data, vocabulary_of
 
 # Bytes of a number in a checkpoint of Adam's: master weight and two moments, in float32.
@@ -53,8 +54,7 @@ def look_at_run(config: Any, found: dict[str, Any]) -> None:
             "--log-straggler asks for the temperature and power of GPUs, by nvidia-ml-py, which is not installed "
             "here; where it is missing the run fails at the first log interval: pip install nvidia-ml-py"
         )
-    numbers = sum(p.numel() for p in session.definition.parameters())
-    trained = sum(p.numel() for p in session.definition.parameters() if p.requires_grad)
+    numbers, trained = parameter_counts(session.definition)
     of_optimizer = 0 if args.no_save_optim else trained * _OF_OPTIMIZER
     found |= {
         "parameters": numbers,

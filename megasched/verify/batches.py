@@ -9,13 +9,13 @@ import torch
 
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.language.parallel_dims import ParallelDims
+from megasched.verify.plain.loss import IGNORED
 from megasched.verify.plain.runs import Batches
 
 STEPS = 3
 MICRO_BATCH = 2
 LENGTH = 32  # beyond the windows of small copies, and beyond 16, where tables were cut short
 EACH_STEP = 4  # micro-batches of one replica, where a layout asks for no more
-IGNORED = -100
 _MASK = "attention_mask"  # end of the name of an input that is 0 for padding
 # Ids of a text; all others that a config names stand for something else, a picture for instance.
 _OF_TEXT = ("pad", "bos", "eos", "sep", "cls", "unk", "decoder_start", "forced")

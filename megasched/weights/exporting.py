@@ -183,8 +183,9 @@ def definition_tensors(
         )
         if tensor.shape != shape and not padded:
             wrong.append(f"    {name}: {list(tensor.shape)}, the config makes it {list(shape)}")
+        kept = definition.all_tied_weights_keys.get(name, name)  # of a tie, transformers writes one name
         # Megatron pads the vocabulary, for the TP ranks to have equal parts of it.
-        found[_kept_name(name, definition)] = Narrowed(tensor, 0, 0, shape[0]) if padded else tensor
+        found[kept] = Narrowed(tensor, 0, 0, shape[0]) if padded else tensor
     if wrong:
         raise CheckpointError("\n".join([f"{holder} does not fit the config; of another shape:", *wrong]))
     return found
@@ -218,11 +219,6 @@ def _exported(
 ) -> Exported:
     iteration = int(checkpoint.common.get("iteration", 0))
     return Exported(checkpoint.folder, output, iteration, name, str(dtype).removeprefix("torch."), count, size)
-
-
-def _kept_name(name: str, definition: PreTrainedModel) -> str:
-    """Returns the name under which transformers writes a tied parameter; it omits the other names."""
-    return definition.all_tied_weights_keys.get(name, name)
 
 
 def _outputs(

@@ -8,7 +8,8 @@ import pytest
 from megasched.definition.build import build_definition
 from megasched.errors import CheckpointError
 from megasched.plan.placement import Placement
-from megasched.weights.hf.folder import HFFolder, has_weights
+from megasched.weights.hf.folder import HFFolder
+from megasched.weights.hf.safetensors_files import has_weights
 from tests.weights.test_folder import NAME
 
 

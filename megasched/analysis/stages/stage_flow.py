@@ -148,7 +148,7 @@ class StageFlow(TapeReader):
     @property
     def _next(self) -> int:
         """Returns the index of the layer that runs or runs next; the number of layers after the last one."""
-        return self._indices[self._done] if self._done < len(self._indices) else self._indices[-1] + 1
+        return self._indices[self._done] if self._done < len(self._indices) else self._end
 
     def _place(self) -> int | None:
         """Returns the layer that reads tensors now; None for the model's own code, which runs on every stage."""
@@ -257,10 +257,8 @@ class StageFlow(TapeReader):
         if isinstance(item, _Inner) or self._done == len(self._indices):
             return item
         found = self.found[item]
-        return _Inner(found.made, found.places[0].path) if self._is_recorded(found) else item
-
-    def _is_recorded(self, found: TensorUse) -> bool:
-        return found.places[0].path in self._recorded
+        path = found.places[0].path
+        return _Inner(found.made, path) if path in self._recorded else item
 
     def _read(self, item: int | _Inner, place: int) -> None:
         if isinstance(item, int):

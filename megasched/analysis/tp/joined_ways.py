@@ -38,20 +38,11 @@ def join(base: TpFacts, other: TpFacts, way: Way, structure: LayerStack | None, 
             f"whether it runs goes by {way}, and sequence parallelism joins the hidden state after the last layer"
         )
         _problem(base, Problem(what, layer, remedy="run it without sequence parallelism"))
-    for name in _OF_ANY:
+    for name in (*_OF_ANY, *_BY_MODULE, "parts", "read_elsewhere", "stage_inputs"):
         getattr(base, name).update(getattr(other, name))
-    for name in _BY_MODULE:
-        held = getattr(base, name)
-        held.update(getattr(other, name))
-    base.parts.update(other.parts)
-    base.read_elsewhere.update(other.read_elsewhere)
-    base.stage_inputs.update(other.stage_inputs)
-    for column, sizes in other.cut_sizes.items():
-        base.cut_sizes[column] |= sizes
-    for operator, paths in other.without_rule.items():
-        base.without_rule[operator] |= paths
-    for name, paths in other.readers.items():
-        base.readers[name] |= paths
+    for name in ("cut_sizes", "without_rule", "readers"):
+        for key, found in getattr(other, name).items():
+            getattr(base, name)[key] |= found
     told = set(base.shared)
     base.shared += [columns for columns in other.shared if columns not in told]
     for problem in other.problems:

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.recording.trees import snapshot
+from megasched.definition.module_copy import PLAIN
 from megasched.language.tensor_types import ShardDim
-
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-_SHARED = (torch.Tensor, nn.Module)
 
 
 class Placed(NamedTuple):
@@ -105,4 +102,4 @@ def _handed(leaf: Any, made: Mapping[int, tuple[int, ...]]) -> Any:
         place = leaf.placed
         shape = None if place is None or place.one_value is None else made.get(place.one_value)
         return tuple(leaf.tensor.shape), leaf.tensor.dtype, place and _unnumbered(place), shape
-    return (type(leaf), leaf) if type(leaf) in _PLAIN else id(leaf)
+    return (type(leaf), leaf) if type(leaf) in PLAIN else id(leaf)

@@ -344,15 +344,11 @@ class LabelRun(TapeReader):
 
         Outputs of rows can stay inside. With any other tensor, the module can't be a region.
         """
-        region = f"{self._around()}."
+        path = self._around()
+        region = f"{path}."
         if rows and all(label.rows and all(row.startswith(region) for row in label.rows) for label in others):
             self.tp_facts.rows_inside |= rows
-        else:
-            self._refuse_region()
-
-    def _refuse_region(self) -> None:
-        path = self._around()
-        if path in self.regions:
+        elif path in self.regions:
             self.not_regions.add(path)
 
     def _need_sequence(self) -> None:

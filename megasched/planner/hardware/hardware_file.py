@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
-from megasched.planner.hardware.hardware import Hardware, Link
+from megasched.planner.hardware.hardware import Hardware
 
 LINKS = ("node", "network")
 # Columns that a value takes at most, before its comment.
@@ -31,7 +31,9 @@ def hardware_text(hardware: Hardware, measured: Collection[str], source: str, he
     lines += [line(key, key, value) for key, value in _figures(hardware)]
     for name in LINKS:
         lines += ["", f"[{name}]"]
-        lines += [line(f"{name}.{key}", key, value) for key, value in _of_link(hardware, name)]
+        link = asdict(getattr(hardware, name))
+        figures = {"gpus": hardware.gpus_per_node, **link} if name == "node" else link
+        lines += [line(f"{name}.{key}", key, value) for key, value in figures.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -40,13 +42,6 @@ def _figures(hardware: Hardware) -> Iterator[tuple[str, Any]]:
         value = getattr(hardware, field.name)
         if field.name not in (*LINKS, "gpus_per_node") and value is not None:
             yield field.name, value
-
-
-def _of_link(hardware: Hardware, name: str) -> Iterator[tuple[str, Any]]:
-    if name == "node":
-        yield "gpus", hardware.gpus_per_node
-    link = getattr(hardware, name)
-    yield from ((field.name, getattr(link, field.name)) for field in fields(Link))
 
 
 def _literal(value: Any) -> str:

@@ -18,12 +18,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megasched.errors import CheckpointError, MegaschedError
+from megasched.errors import CheckpointError
 from megasched.language.lora import A, B
 from megasched.reading.tracker import RELEASE
 from megasched.trainer.checkpoint.buffers import persistent_buffers
 from megasched.trainer.checkpoint.config_differences import refuse_another_config, tell_of_another_config
 from megasched.trainer.checkpoint.gradient_buffers import digest_of
+from megasched.trainer.checkpoint.one_writer import on_rank_0
 from megasched.trainer.checkpoint.source import loaded_folder
 from megasched.trainer.flags.model_shape import heads_for_tp, sizes_of
 from megasched.trainer.session import Session
@@ -62,19 +63,11 @@ def loaded(
     if to_load is None:
         return load()
     folder, starts_anew = to_load
-    found: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            found = [_check_for(args, session, folder, starts_anew)]
-        except MegaschedError as error:
-            found = [error]
-    torch.distributed.broadcast_object_list(found, src=0)
-    if isinstance(found[0], MegaschedError):
-        raise found[0]
+    checked = on_rank_0(lambda: _check_for(args, session, folder, starts_anew))
     chunks, heads = unwrap_model(list(models)), args.num_attention_heads
     for chunk in chunks:
-        chunk.not_loaded = found[0].begins
-    args.num_attention_heads = found[0].heads or heads
+        chunk.not_loaded = checked.begins
+    args.num_attention_heads = checked.heads or heads
     try:
         result = _told(load, folder)
     finally:

@@ -31,6 +31,22 @@ class SaveError(SystemExit):
         super().__init__(f"SaveError: {public} can't be saved: {why}. What was complete before is untouched")
 
 
+def on_rank_0[Result](work: Callable[[], Result]) -> Result:
+    """Does some work on rank 0, and returns its result, or raises its error, on every rank."""
+    found: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            found = [work()]
+        except MegaschedError as error:
+            found = [error]
+        except OSError as error:
+            found = [OSError(error.errno, error.strerror or str(error), error.filename)]
+    torch.distributed.broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]  # type: ignore[no-any-return]
+
+
 class OneWriter:
     """Manages this run's access to its ``--save`` folder, on every rank; made on all ranks together.
 
@@ -46,19 +62,15 @@ class OneWriter:
 
     def __init__(self, save: str) -> None:
         self.claim: SaveClaim | None = None
-        found: list[Any] = [None]
-        if torch.distributed.get_rank() == 0:
+
+        def claimed() -> Path:
             try:
                 self.claim = SaveClaim(Path(save))
-                found = [self.claim.aside]
-            except MegaschedError as error:
-                found = [error]
             except OSError as error:
-                found = [ConfigError(f"--save {save}: it can't be written to: {error}")]
-        torch.distributed.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        self.save, self.aside = Path(save).absolute(), found[0]
+                raise ConfigError(f"--save {save}: it can't be written to: {error}") from None
+            return self.claim.aside
+
+        self.save, self.aside = Path(save).absolute(), on_rank_0(claimed)
         self.written = Counter[str]()
 
     def covers(self, path: str | Path) -> bool:
@@ -80,21 +92,7 @@ class OneWriter:
                 public.mkdir(parents=True, exist_ok=True)  # as Megatron does, on rank 0 alone
 
         with self._told(public):
-            self._together(make)
-
-    def _together(self, work: Callable[[], None]) -> None:
-        """Does some work on rank 0, whose error every rank raises."""
-        found: list[Any] = [None]
-        if self.claim is not None:
-            try:
-                work()
-            except MegaschedError as error:
-                found = [error]
-            except OSError as error:
-                found = [OSError(error.errno, error.strerror, error.filename)]
-        torch.distributed.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
+            on_rank_0(make)
 
     def write(self, save: Callable[[str], Any], public: Path, add: Callable[[Path], None]) -> Any:
         """Has ``save`` write a checkpoint, publishes it, and returns what ``save`` returns.
@@ -109,6 +107,12 @@ class OneWriter:
         times = self.written[public.name]
         self.written[public.name] += 1
         aside = name_aside(self.aside, public, times)
+
+        def publish() -> None:
+            if self.claim is not None:
+                add(aside)
+                self.claim.publish(aside, public)
+
         with self._told(public):
             if self.claim is not None:
                 self.claim.written_aside(public, times)
@@ -116,9 +120,9 @@ class OneWriter:
             request = save(str(aside))
             if request is None:
                 torch.distributed.barrier()
-                self._together(lambda: self._publish(aside, public, add))
+                on_rank_0(publish)
             else:
-                steps = [*request.finalize_fns, lambda: self._together(lambda: self._publish(aside, public, add))]
+                steps = [*request.finalize_fns, partial(on_rank_0, publish)]
                 request.finalize_fns[:] = [partial(self._do_told, public, step) for step in steps]
         return request
 
@@ -137,11 +141,6 @@ class OneWriter:
             if self.claim is not None:  # what was written aside is removed by a run that takes over
                 self.claim.refuse_if_taken_over()
             raise SaveError(public, error) from error
-
-    def _publish(self, aside: Path, public: Path, add: Callable[[Path], None]) -> None:
-        if self.claim is not None:
-            add(aside)
-            self.claim.publish(aside, public)
 
     def release(self) -> None:
         """Frees the folder for other runs."""

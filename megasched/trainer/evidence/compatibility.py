@@ -19,7 +19,7 @@ from megasched.trainer.evidence.certificate import custom_classes
 from megasched.trainer.evidence.matrix import load_matrix
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 # The matrix is of causal language models. Others are checked by tests/families: objective -> model types.
 OTHER_OBJECTIVES = {
@@ -95,6 +95,8 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
     Args:
         model: the definition, a stock class.
     """
+    from transformers import PretrainedConfig
+
     config = model.config.get_text_config(decoder=True)
     try:
         checked = small_config(model.config.model_type).get_text_config(decoder=True)
@@ -102,7 +104,7 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
         return []
     if type(checked) is not type(config):
         return []
-    fields = set(vars(checked)) - set(vars(_plain_config())) | {"tie_word_embeddings", _PER_LAYER}
+    fields = set(vars(checked)) - set(vars(PretrainedConfig())) | {"tie_word_embeddings", _PER_LAYER}
     if not objective_of(model).predicts_next:
         fields.discard("is_decoder")  # the matrix has decoders
     values, others = ({**vars(one), _PER_LAYER: one.to_dict().get(_PER_LAYER)} for one in (config, checked))
@@ -119,12 +121,6 @@ def unchecked_options(model: PreTrainedModel) -> list[str]:
 _PER_LAYER = "per_layer_config"
 # Ends of names of fields that say nothing of a model's numbers, or of what is drawn at random.
 _NO_OPTIONS = ("token_id", "token_index", "dropout", "pdrop", "tp", "use_cache", "dtype")
-
-
-def _plain_config() -> PretrainedConfig:
-    from transformers import PretrainedConfig
-
-    return PretrainedConfig()
 
 
 def _choice(value: Any) -> Any:

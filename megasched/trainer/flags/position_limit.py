@@ -55,12 +55,8 @@ def _kept(config: PretrainedConfig, limit: int) -> Iterator[tuple[Path, str, flo
         own = rope.get(ORIGINAL) != limit or hasattr(config, ORIGINAL)
         if _kind(rope) in WITH_ORIGINAL and not own:
             yield path, ORIGINAL, limit
-        if _lacks_factor(rope):
+        if _kind(rope) in WITH_FACTOR and rope.get("factor") is None:
             yield path, "factor", limit / rope[ORIGINAL]
-
-
-def _lacks_factor(rope: dict[str, Any]) -> bool:
-    return _kind(rope) in WITH_FACTOR and rope.get("factor") is None
 
 
 def _kind(rope: dict[str, Any]) -> str:

@@ -40,7 +40,8 @@ def apply_recompute_flags(
 
 
 def _selective(layers: dict[str, nn.Module], modules: list[str]) -> None:
-    if MLA_UP_PROJ in modules and not _any_latent(layers):
+    of_layers = [module for layer in layers.values() for module in layer.modules()]
+    if MLA_UP_PROJ in modules and not any(isinstance(module, MLASelfAttention) for module in of_layers):
         raise ConfigError(
             f"--recompute-modules {MLA_UP_PROJ}: no layer has latent attention of Megatron's; recompute "
             "modules of the definition by .checkpoint() in the schedule"
@@ -59,10 +60,6 @@ def _selective(layers: dict[str, nn.Module], modules: list[str]) -> None:
                 f"--recompute-modules {name}: a definition has core_attn and mlp; recompute others by "
                 '.checkpoint() in the schedule, e.g. sch["model.layers.*.input_layernorm"].checkpoint()'
             )
-
-
-def _any_latent(layers: dict[str, nn.Module]) -> bool:
-    return any(isinstance(module, MLASelfAttention) for layer in layers.values() for module in layer.modules())
 
 
 def _core_attention(layers: list[nn.Module]) -> None:

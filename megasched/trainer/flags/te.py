@@ -92,10 +92,6 @@ def _backend_conflicts(args: argparse.Namespace, environ: Mapping[str, str]) -> 
     return [f"{given}: {name}={value} is in the environment, which says otherwise" for name, value in held.items()]
 
 
-def _offloads(args: argparse.Namespace) -> bool:
-    return bool(args.optimizer_cpu_offload and (args.save or args.load))
-
-
 def te_conflicts(args: argparse.Namespace) -> list[str]:
     """Returns a line for each flag that Transformer Engine can't carry out here, whatever the model is.
 
@@ -115,9 +111,8 @@ def te_conflicts(args: argparse.Namespace) -> list[str]:
     lines = _backend_conflicts(args, os.environ)
     if find_spec("transformer_engine") is None:
         lines += [f"{flag}: {_MISSING}" for flag, given in asked.items() if given]
-        lines += (
-            [f"--optimizer-cpu-offload: {_UNCOUNTED}"] if _offloads(args) and find_spec("apex") is None else []
-        )
+        if args.optimizer_cpu_offload and (args.save or args.load) and find_spec("apex") is None:
+            lines.append(f"--optimizer-cpu-offload: {_UNCOUNTED}")
     fp8 = fp8_from_args(args)
     if fp8 is not None and args.seq_length and args.micro_batch_size:
         split = args.tensor_model_parallel_size if args.sequence_parallel else 1

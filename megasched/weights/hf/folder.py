@@ -13,14 +13,12 @@ from megasched.errors import CheckpointError
 from megasched.plan.placement import Placement
 from megasched.weights.hf.conversions import Conversions
 from megasched.weights.hf.quantized import dequantized
-from megasched.weights.hf.safetensors_files import has_weights, list_tensors
+from megasched.weights.hf.safetensors_files import list_tensors
 from megasched.weights.lazy import Box, LazyTensor, Stored, Tied, blocks, whole, zeros
 from megasched.weights.source import canonical_names, compare_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["HFFolder", "has_weights"]
 
 # Buffers that older releases saved and that classes now compute; transformers passes over them as well
 # (_adjust_missing_and_unexpected_keys in transformers/modeling_utils.py).
