@@ -13,6 +13,17 @@ def placements(*sizes, rest=()):
     return tuple(Placement(f"p{i}", (size, *rest), axis=0) for i, size in enumerate(sizes))
 
 
+def assert_inverse_on_every_rank(assembly, size):
+    """``join`` and ``split``, for tensors of random numbers."""
+    whole = [torch.randn(part.shape) for part in assembly.parts]
+    for rank in range(size):
+        pieces = [part.shard(full, rank, size) for part, full in zip(assembly.parts, whole, strict=True)]
+        local = assembly.join(pieces, size)
+        assert tuple(local.shape) == assembly.local_shape(size)
+        for got, want in zip(assembly.split(local, size), pieces, strict=True):
+            assert torch.equal(got, want)
+
+
 @given(
     groups=st.integers(1, 4),
     size=st.integers(1, 3),
@@ -22,14 +33,7 @@ def placements(*sizes, rest=()):
 def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
     groups *= size
     parts = placements(*(groups * width for width in widths), rest=rest)
-    assembly = ParamMapping(parts, groups)
-    whole = [torch.randn(part.shape) for part in parts]
-    for rank in range(size):
-        pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
-        local = assembly.join(pieces, size)
-        assert tuple(local.shape) == assembly.local_shape(size)
-        for got, want in zip(assembly.split(local, size), pieces, strict=True):
-            assert torch.equal(got, want)
+    assert_inverse_on_every_rank(ParamMapping(parts, groups), size)
 
 
 @given(
@@ -42,14 +46,7 @@ def test_join_and_split_are_inverse_on_every_rank(groups, size, widths, rest):
 def test_paired_rows_are_sorted_and_back_on_every_rank(groups, size, heads, rows, rest):
     groups *= size
     parts = placements(groups * heads * 2 * rows, groups * rows, rest=rest)
-    assembly = ParamMapping(parts, groups, paired=rows)
-    whole = [torch.randn(part.shape) for part in parts]
-    for rank in range(size):
-        pieces = [part.shard(full, rank, size) for part, full in zip(parts, whole, strict=True)]
-        local = assembly.join(pieces, size)
-        assert tuple(local.shape) == assembly.local_shape(size)
-        for got, want in zip(assembly.split(local, size), pieces, strict=True):
-            assert torch.equal(got, want)
+    assert_inverse_on_every_rank(ParamMapping(parts, groups, paired=rows), size)
 
 
 def test_a_head_and_its_gate_come_apart_as_in_megatrons_gated_attention():

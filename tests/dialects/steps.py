@@ -15,6 +15,7 @@ from tests.lowering.models import VOCABULARY, randomize, tiny_model
 
 STEPS, BATCH, LENGTH = 5, 4, 12
 CLIP = 0.5
+BOUNDS = {"losses": 1e-6, "norms": 1e-6, "weights": 1e-5}
 # Families whose layers read more of earlier ones than the hidden state: keys, values and projected embeddings; the
 # indices that an indexer chose.
 CROSSING = ["gemma4_text", "glm_moe_dsa"]
@@ -157,6 +158,11 @@ def unsharded(placement: Any, local: torch.Tensor) -> torch.Tensor:
     every: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(every, local.detach().clone(), group=group)
     return placement.unshard(every)
+
+
+def beyond(found: dict[str, float]) -> dict[str, float]:
+    """Those of ``gaps`` that are beyond their bounds."""
+    return {name: off for name, off in found.items() if off > BOUNDS[name]}
 
 
 def gaps(found: Steps, wanted: Steps) -> dict[str, float]:

@@ -10,10 +10,9 @@ import torch
 import megasched
 from megasched.dialects.deepspeed.engine import imported
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import BATCH, Steps, adamw, batches, gaps, one_process
-from tests.dialects.test_zero import BOUNDS, zero_config
-from tests.lowering.models import tiny_model
-from tests.lowering.test_build import auto
+from tests.dialects.steps import BATCH, Steps, adamw, batches, beyond, gaps, one_process
+from tests.dialects.test_zero import zero_config
+from tests.lowering.models import auto, tiny_model
 from tests.test_docs import ROOT
 
 # Family -> its name on the page, and what AutoTP of DeepSpeed 0.19.8 says where it refuses.
@@ -95,6 +94,6 @@ def test_autotp_does_what_the_page_says(deepspeed_ranks: Any, family: str) -> No
     for found in every:
         assert ("refused" in found) == bool(refusal)
         assert refusal in found.get("refused", "")
-        assert {name: off for name, off in found.get("gaps", {}).items() if off > BOUNDS[name]} == {}
+        assert beyond(found.get("gaps", {})) == {}
     most = {key: max(found.get(key, 0.0) for found in every) for key in ("autotp", "schedule")}
     assert row(family, most) in page

@@ -19,8 +19,7 @@ from megasched.weights.exporting import export_weights
 from tests.dialects.deepspeed_ranks import DEEPSPEED
 from tests.dialects.steps import BATCH, adamw, batches, engine_step, gathered
 from tests.dialects.test_zero import whole_of, zero_config
-from tests.lowering.models import tiny_model
-from tests.lowering.test_build import auto
+from tests.lowering.models import auto, tiny_model
 
 SAVED = 3
 

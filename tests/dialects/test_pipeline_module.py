@@ -16,6 +16,7 @@ from tests.dialects.steps import (
     Steps,
     adamw,
     batches,
+    beyond,
     gaps,
     model_of,
     of_this_replica,
@@ -24,7 +25,7 @@ from tests.dialects.steps import (
     whole,
 )
 from tests.dialects.test_pipelines import of_all_stages
-from tests.dialects.test_zero import BOUNDS, zero_config
+from tests.dialects.test_zero import zero_config
 from tests.lowering.models import tiny_model
 
 LAYOUTS = {"PP2": (2, 1, 2), "TP2 x PP2": (4, 2, 2), "PP2 x DP2": (4, 1, 2), "PP4": (4, 1, 4)}
@@ -73,26 +74,22 @@ def _against_one_process(family: str, tp: int, pp: int, *, clipped: bool = True)
     return gaps(trained(family, 0, clip=0.0, **layers), one_process(family, clip=float("inf"), **layers))
 
 
-def far(found: dict[str, float]) -> dict[str, float]:
-    return {name: off for name, off in found.items() if off > BOUNDS[name]}
-
-
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_stages_under_deepspeed_are_one_process(deepspeed_ranks: Any, family: str, layout: str) -> None:
     ranks, tp, pp = LAYOUTS[layout]
     for found in deepspeed_ranks.run(ranks, _against_one_process, family, tp, pp):
-        assert far(found) == {}
+        assert beyond(found) == {}
 
 
 @pytest.mark.parametrize("family", CROSSING)
 def test_what_else_crosses_a_cut_comes_with_the_hidden_state(deepspeed_ranks: Any, family: str) -> None:
     for found in deepspeed_ranks.run(2, _against_one_process, family, 1, 2):
-        assert far(found) == {}
+        assert beyond(found) == {}
 
 
 def test_stage_0_without_clipping(deepspeed_ranks: Any) -> None:
     for found in deepspeed_ranks.run(4, _against_one_process, "gpt2", 1, 4, clipped=False):
-        assert far(found) == {}
+        assert beyond(found) == {}
 
 
 def _on_parts_of_the_sequence() -> dict[str, float]:
@@ -105,7 +102,7 @@ def _on_parts_of_the_sequence() -> dict[str, float]:
 def test_stages_on_parts_of_the_sequence_are_one_process(deepspeed_ranks: Any) -> None:
     """DeepSpeed would send a part by each TP rank of a hidden state that all of them have."""
     for found in deepspeed_ranks.run(4, _on_parts_of_the_sequence):
-        assert far(found) == {}
+        assert beyond(found) == {}
 
 
 def _without_marks() -> dict[str, float]:

@@ -15,6 +15,7 @@ from tests.dialects.steps import (
     Steps,
     adamw,
     batches,
+    beyond,
     gaps,
     mean_over_replicas,
     model_of,
@@ -24,7 +25,7 @@ from tests.dialects.steps import (
     whole,
 )
 from tests.dialects.test_torch import layers_of
-from tests.dialects.test_zero import BOUNDS, FAMILIES, LATER
+from tests.dialects.test_zero import FAMILIES, LATER
 from tests.lowering.models import tiny_model
 from tests.parity.cases import slow, spread
 
@@ -122,13 +123,13 @@ def _crossing(family: str) -> dict[str, float]:
 
 def test_what_else_crosses_a_cut_comes_with_the_hidden_state(ranks: Any) -> None:
     for found in ranks.run(2, _crossing, "gemma4_text"):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}
 
 
 def test_stages_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
     asked = {"sequence_parallel": True, "parallel_output": True}
     for found in ranks.run(4, _against_one_process, "gemma4_text", 2, asked=asked):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}
 
 
 def _on_parts_of_a_sequence_each(family: str) -> dict[str, float]:
@@ -139,7 +140,7 @@ def _on_parts_of_a_sequence_each(family: str) -> dict[str, float]:
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3"), slow("gemma2")])
 def test_stages_of_context_parallel_ranks_are_one_process(ranks: Any, family: str) -> None:
     for found in ranks.run(4, _on_parts_of_a_sequence_each, family):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}
 
 
 def _filled(folder: str) -> list[str]:
@@ -223,11 +224,11 @@ def test_frozen_ties_have_no_gradients_to_sum(ranks: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3", slow("gpt2")])  # both with tied embeddings
 def test_interleaved_stages_are_one_process(ranks: Any, family: str) -> None:
     for found in ranks.run(2, _interleaved, family):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}
 
 
 # TP2 x PP2, and PP2 x DP2 with FSDP2.
 @pytest.mark.parametrize(("family", "tp"), spread(FAMILIES, (2, 1), twins=LATER))
 def test_stages_are_one_process(ranks: Any, family: str, tp: int) -> None:
     for found in ranks.run(4, _against_one_process, family, tp):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}

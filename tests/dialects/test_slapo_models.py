@@ -24,6 +24,7 @@ from tests.dialects.steps import (
     Steps,
     adamw,
     batches,
+    beyond,
     by_hand,
     causal,
     engine_step_of,
@@ -32,7 +33,7 @@ from tests.dialects.steps import (
     steps_of,
 )
 from tests.dialects.test_torch import ddp
-from tests.dialects.test_zero import BOUNDS, whole_of, zero_config
+from tests.dialects.test_zero import whole_of, zero_config
 from tests.lowering.images import bottlenecks, pictures, wide_resnet
 from tests.lowering.models import tiny_model
 from tests.lowering.parity import distance
@@ -92,7 +93,7 @@ def _against_one_process(name: str) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps_are_those_of_one_process(deepspeed_ranks: Any, name: str) -> None:
     for found in deepspeed_ranks.run(4, _against_one_process, name):
-        assert {n: off for n, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)} == {}
+        assert {n: off for n, off in found.items() if beyond(off)} == {}
 
 
 def _deferred() -> dict[str, float]:
@@ -154,4 +155,4 @@ def _wide_resnet() -> dict[str, float]:
 
 def test_five_steps_of_wide_resnet_are_those_of_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _wide_resnet):
-        assert {name: off for name, off in found.items() if off > BOUNDS[name]} == {}
+        assert beyond(found) == {}

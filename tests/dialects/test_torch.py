@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
-from tests.dialects.steps import Steps, adamw, by_hand, causal, gaps, one_process
-from tests.dialects.test_zero import BOUNDS, FAMILIES
-from tests.lowering.models import tiny_model
-from tests.lowering.test_build import auto
+from tests.dialects.steps import Steps, adamw, beyond, by_hand, causal, gaps, one_process
+from tests.dialects.test_zero import FAMILIES
+from tests.lowering.models import auto, tiny_model
 from tests.parity.cases import case
 
 
@@ -73,8 +72,7 @@ FAST = ("llama", "mixtral")  # GPT-2 and Qwen3 are on parts of the sequence belo
 @pytest.mark.parametrize("family", [case(family, fast=family in FAST) for family in FAMILIES])
 def test_ddp_and_fsdp2_at_tp2_and_dp2_are_one_process(ranks: Any, family: str) -> None:
     for found in ranks.run(4, _against_one_process, family):
-        far = {wrap: off for wrap, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
-        assert far == {}
+        assert {wrap: off for wrap, off in found.items() if beyond(off)} == {}
 
 
 def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
@@ -93,8 +91,7 @@ def _on_parts_of_the_sequence() -> dict[str, dict[str, float]]:
 
 def test_layers_on_parts_of_the_sequence_are_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _on_parts_of_the_sequence):
-        far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
-        assert far == {}
+        assert {family: off for family, off in found.items() if beyond(off)} == {}
 
 
 def _on_parts_of_a_sequence_each() -> dict[str, dict[str, float]]:
@@ -114,8 +111,7 @@ def _on_parts_of_a_sequence_each() -> dict[str, dict[str, float]]:
 
 def test_context_parallel_ranks_are_one_process(ranks: Any) -> None:
     for found in ranks.run(4, _on_parts_of_a_sequence_each):
-        far = {family: off for family, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)}
-        assert far == {}
+        assert {family: off for family, off in found.items() if beyond(off)} == {}
 
 
 def _float16_scales() -> list[tuple[float, bool]]:
@@ -171,7 +167,7 @@ def _experts_over_ep() -> tuple[dict[str, dict[str, float]], list[str]]:
 def test_experts_shared_out_over_ep_are_one_process(ranks: Any) -> None:
     """Of 4 experts a rank has 2, which another rank has, too."""
     for found, words in ranks.run(4, _experts_over_ep):
-        assert {how: off for how, off in found.items() if any(off[name] > BOUNDS[name] for name in BOUNDS)} == {}
+        assert {how: off for how, off in found.items() if beyond(off)} == {}
         for trainer, said in zip(("FSDP2", "DDP"), words, strict=True):
             assert f"{trainer} takes model.layers.0.mlp.experts.gate_up_proj for the same on all" in said
             assert "ignored_params={p for p in model.parameters() if not getattr(p, 'allreduce', True)}" in said

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 from megasched.definition.small_models.small_models import causal_lm_types
@@ -56,9 +56,17 @@ def outcomes(ranks: RankPool, types: Sequence[str], seed: int) -> Iterator[tuple
                 yield told, outcome
 
 
-def hunt(
-    known: Sequence[str], tried: Callable[[RankPool, Sequence[str], int], Iterator[tuple[str, Outcome]]]
-) -> None:
+# Of ranks, types and a seed.
+Tried = Callable[[RankPool, Sequence[str], int], Iterator[tuple[str, Outcome]]]
+
+
+def assert_fine(tried: Tried, ranks: RankPool, model_type: str, most: int) -> None:
+    """All that comes of a type, at so many tries, is equal or refused."""
+    for told, outcome in islice(tried(ranks, [model_type], 7), most):
+        assert outcome.verdict in FINE, f"{told}: {outcome.why}"
+
+
+def hunt(known: Sequence[str], tried: Tried) -> None:
     """Tries what ``tried`` yields as long as the command line says; tells what is neither equal nor refused.
 
     Args:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 
-from tests.fuzz.run_configs import FINE, outcomes
+from tests.fuzz.run_configs import assert_fine, outcomes
 
 pytestmark = pytest.mark.slow
 
@@ -20,5 +18,4 @@ TYPES = (
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_is_equal_or_refused(ranks, model_type):
-    for told, outcome in islice(outcomes(ranks, [model_type], seed=7), 2):
-        assert outcome.verdict in FINE, f"{told}: {outcome.why}"
+    assert_fine(outcomes, ranks, model_type, 2)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 
 from tests.fuzz.flags import TYPES, outcomes
-from tests.fuzz.run_configs import FINE
+from tests.fuzz.run_configs import assert_fine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_run_is_that_of_one_rank_or_refused(ranks, model_type):
-    for told, outcome in islice(outcomes(ranks, [model_type], seed=7), 3):
-        assert outcome.verdict in FINE, f"{told}: {outcome.why}"
+    assert_fine(outcomes, ranks, model_type, 3)

@@ -207,6 +207,21 @@ def test_a_weight_that_no_module_has_is_refused():
     assert alike(backward(megasched.build(sch)), want)
 
 
+def forms_of_call(kind, change, values):
+    """How many graphs a module has that is changed before each call; what it returns is what it would without."""
+    model = nn.Sequential(kind())
+    plain = copy.deepcopy(model)
+    sch = megasched.create_schedule(model)
+    sch["0"].trace(inputs={"x": X})
+    built = megasched.build(sch)
+    with graphs_run() as ran:
+        for value in values:
+            for each in (built, plain):
+                change(each[0], *value)
+            assert torch.equal(built(X), plain(X))
+    return len({id(graph) for graph in ran})
+
+
 def test_numbers_and_tensors_in_attributes_are_read_when_it_runs():
     class Scales(nn.Module):
         def __init__(self):
@@ -216,17 +231,11 @@ def test_numbers_and_tensors_in_attributes_are_read_when_it_runs():
         def forward(self, x):
             return x * self.by + self.table
 
-    model = nn.Sequential(Scales())
-    plain = copy.deepcopy(model)
-    sch = megasched.create_schedule(model)
-    sch["0"].trace(inputs={"x": X})
-    built = megasched.build(sch)
-    with graphs_run() as ran:
-        for by, table in ((2.0, torch.tensor(1.0)), (3.0, torch.tensor(1.0)), (3.0, torch.tensor(4.0))):
-            for each in (built, plain):
-                each[0].by, each[0].table = by, table
-            assert torch.equal(built(X), plain(X))
-    assert len({id(graph) for graph in ran}) == 2  # values of a tensor are no other form of call
+    def change(scales, by, table):
+        scales.by, scales.table = by, torch.tensor(table)
+
+    # Values of a tensor are no other form of call.
+    assert forms_of_call(Scales, change, [(2.0, 1.0), (3.0, 1.0), (3.0, 4.0)]) == 2
 
 
 def test_numbers_in_objects_of_attributes_are_other_forms_of_call():
@@ -239,17 +248,10 @@ def test_numbers_in_objects_of_attributes_are_other_forms_of_call():
         def forward(self, x):
             return x * self.config.by + self.config.inner.off[0]
 
-    model = nn.Sequential(Scales())
-    plain = copy.deepcopy(model)
-    sch = megasched.create_schedule(model)
-    sch["0"].trace(inputs={"x": X})
-    built = megasched.build(sch)
-    with graphs_run() as ran:
-        for by, off in ((2.0, 1.0), (3.0, 1.0), (3.0, 4.0), (2.0, 1.0)):
-            for each in (built, plain):
-                each[0].config.by, each[0].config.inner.off[0] = by, off
-            assert torch.equal(built(X), plain(X))
-    assert len({id(graph) for graph in ran}) == 3
+    def change(scales, by, off):
+        scales.config.by, scales.config.inner.off[0] = by, off
+
+    assert forms_of_call(Scales, change, [(2.0, 1.0), (3.0, 1.0), (3.0, 4.0), (2.0, 1.0)]) == 3
 
 
 def test_a_tensor_that_needs_a_gradient_is_another_form_of_call():

@@ -7,11 +7,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from megasched.verify import reference
 from megasched.verify import trainer_run as training
 from megasched.verify.ranks.pool import RankError
 from tests import tiny
 from tests.parity.cases import case, slow
+from tests.parity.steps import assert_first_step_equals_hf
 
 LLAMA = """
 from megasched.graph import patterns
@@ -40,17 +40,6 @@ LAYOUTS = {
 }
 
 
-def _equals_hf(folder, reports, tp):
-    want = reference.hf_step(folder, training.batches_of(reports))
-    found = training.gather(reports, "gradients", tp)
-    assert found.keys() == want.gradients.keys()
-    floor = 1e-3 * max(float(g.abs().max()) for g in want.gradients.values())
-    far = {n: reference.relative(found[n], g, floor) for n, g in want.gradients.items()}
-    assert {name: gap for name, gap in far.items() if not gap <= 1e-5} == {}
-    assert training.losses(reports)[0] == pytest.approx(want.loss, rel=1e-5)
-    assert reports[0].grad_norms[0] == pytest.approx(want.grad_norm, rel=1e-5)
-
-
 @pytest.mark.parametrize("layout", ["tp2-sp", "pp2", slow("tp2-sp-pp2-vpp2")])
 def test_gradients_equal_hf(layout, ranks, tmp_path):
     world, tp, flags = LAYOUTS[layout]
@@ -58,7 +47,7 @@ def test_gradients_equal_hf(layout, ranks, tmp_path):
     (tmp_path / "sch.py").write_text(LLAMA)
     schedule = str(tmp_path / "sch.py")
     reports = ranks.run(world, training.train, folder, flags.split(), iterations=1, schedule=schedule)
-    _equals_hf(folder, reports, tp)
+    assert_first_step_equals_hf(ranks, folder, reports, tp, random_init=True)
 
 
 def _accumulating(folder, flags, schedule):
@@ -91,7 +80,7 @@ def test_gradients_accumulated_by_the_fused_kernel_equal_hf(ranks, tmp_path, tie
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     found = ranks.run(2, _accumulating, folder, flags, str(tmp_path / "sch.py"))
     assert [added > 0 for _, added in found] == [True, True]
-    _equals_hf(folder, [report for report, _ in found], tp=2)
+    assert_first_step_equals_hf(ranks, folder, [report for report, _ in found], 2, random_init=True)
 
 
 # Whole layers and parts of layers; no edit changes a bit of what is computed, nor does a trace.

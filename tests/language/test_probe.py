@@ -12,12 +12,13 @@ from torch import nn
 import megasched
 from megasched import ScheduleError
 from megasched.lowering.probe import statistics
-from megasched.verify import reference, trainer_run
+from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import init_megatron
 from tests import tiny
 from tests.language.sharding import column_row
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, scheduled_copy, too_far, weighted_loss
+from tests.parity.steps import assert_first_step_equals_hf
 
 X = torch.linspace(-1, 1, 48).reshape(2, 3, 8)
 NUMBER = r"(-?[\d.e+-]+)"
@@ -198,11 +199,7 @@ def test_in_the_trainer_under_sequence_parallelism_equals_hf(ranks, tmp_path):
     folder = tiny.save("llama", tmp_path)
     (tmp_path / "sch.py").write_text(PROBES)
     reports, lines = zip(*ranks.run(2, _trained, folder, str(tmp_path / "sch.py")), strict=True)
-    want = reference.hf_step(folder, trainer_run.batches_of(reports))
-    found = trainer_run.gather(reports, "gradients", 2)
-    floor = 1e-3 * max(float(g.abs().max()) for g in want.gradients.values())
-    assert too_far({n: reference.relative(found[n], g, floor) for n, g in want.gradients.items()}) == {}
-    assert trainer_run.losses(reports)[0] == pytest.approx(want.loss, rel=1e-5)
+    assert_first_step_equals_hf(ranks, folder, reports, 2, random_init=True)
     every = {f"model.layers.{index}.{name}" for index in range(4) for name in ("mlp.act_fn", "self_attn")}
     for rank, said in enumerate(lines):
         assert {who for _, who, _ in said} == {f"rank {rank} (TP {rank} of 2)"}

@@ -12,12 +12,13 @@ from megasched.language.schedule import create_schedule
 from megasched.model_adapters.default_schedule import schedule as auto
 from megasched.model_adapters.registry import roles_of
 from megasched.plan.make import make_plan
-from megasched.verify import reference, trainer_run
+from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import init_megatron
 from tests import tiny
 from tests.language.sharding import Embedded, planned, shard_all
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far, weighted_loss
+from tests.parity.steps import assert_first_step_equals_hf
 
 
 @pytest.mark.parametrize(
@@ -196,12 +197,7 @@ def test_sequence_parallelism_stated_in_slapos_words_equals_hf(ranks, tmp_path):
     (tmp_path / "sch.py").write_text(SEQUENCES)
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     reports = ranks.run(2, trainer_run.train, folder, flags, iterations=1, schedule=str(tmp_path / "sch.py"))
-    want = reference.hf_step(folder, trainer_run.batches_of(reports))
-    found = trainer_run.gather(reports, "gradients", 2)
-    assert found.keys() == want.gradients.keys()
-    floor = 1e-3 * max(float(g.abs().max()) for g in want.gradients.values())
-    assert too_far({n: reference.relative(found[n], g, floor) for n, g in want.gradients.items()}) == {}
-    assert trainer_run.losses(reports)[0] == pytest.approx(want.loss, rel=1e-5)
+    assert_first_step_equals_hf(ranks, folder, reports, 2, random_init=True)
 
 
 SP = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)

@@ -12,10 +12,9 @@ from megasched.errors import ScheduleError
 from megasched.layers.fused_columns import FusedColumns
 from megasched.layers.megatron.trials import Trials
 from megasched.lowering.build import build_with_plan
-from megasched.model_adapters.default_schedule import schedule
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
-from tests.lowering.models import randomize, tiny_model, token_ids
+from tests.lowering.models import auto, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, compare_gradients, distance, scheduled_copy, too_far
 from tests.tiny import FAMILIES
 
@@ -30,15 +29,11 @@ JOINT = {
 }
 
 
-def _auto(sch):
-    schedule(sch, sch.layout)
-
-
 def _joint(family):
     init_megatron(tp=2)
     model = tiny_model(family)
     sch = megasched.create_schedule(model)
-    _auto(sch)
+    auto(sch)
     plan = make_plan(sch, inputs={"input_ids": token_ids()}, causal_lm=True, trials=Trials)
     return [sorted(paths) for paths in plan.fused_columns if ".0." in paths[0]]
 
@@ -79,7 +74,7 @@ def _levels(tp):
         for level in ("leaf", "fused"):
 
             def fill(sch, level=level):
-                _auto(sch)
+                auto(sch)
                 sch.level(level)
 
             with Counted() as counted:
@@ -106,7 +101,7 @@ def _clipped(tp):
     for whole in (False, True):
 
         def fill(sch, whole=whole):
-            _auto(sch)
+            auto(sch)
             for name in "qk" if whole else "":
                 sch[f"model.layers.1.self_attn.{name}_proj"].sync("fwd_post", "all_gather")
 
@@ -125,7 +120,7 @@ def _innermost():
     init_megatron(tp=2)
 
     def fill(sch):
-        _auto(sch)
+        auto(sch)
         sch.level("leaf")
         sch["model.layers.1"].level("fused")
         sch["model.layers.1.mlp"].level("leaf")
@@ -155,7 +150,7 @@ def _frozen(names):
         parameter.requires_grad_(not any(f"{part}_proj" in name for part in names))
     ids = token_ids()
     with Counted() as counted:
-        gaps = too_far(compare(model, _auto, {"input_ids": ids, "labels": ids}))
+        gaps = too_far(compare(model, auto, {"input_ids": ids, "labels": ids}))
     return gaps, counted.done, counted.left
 
 
@@ -173,7 +168,7 @@ def _moved():
     init_megatron(tp=2)
     model = tiny_model("llama")
     sch = megasched.create_schedule(tiny_model("llama"))
-    _auto(sch)
+    auto(sch)
     plan = build_with_plan(sch)
     built = sch.mod
     for layer in built.model.layers:
@@ -193,7 +188,7 @@ def test_weights_that_were_moved_are_used_one_by_one(ranks):
 def _handed_out():
     """Same tensor: one product. Another tensor, one changed in place, another grad mode: computed again."""
     init_megatron(tp=2)
-    built, _, _ = scheduled_copy(tiny_model("llama"), _auto)
+    built, _, _ = scheduled_copy(tiny_model("llama"), auto)
     attention = _attention_of(built)
     x = torch.randn(2, 3, 32, requires_grad=True).clone()
     with Counted() as counted:
@@ -231,7 +226,7 @@ def _weights_changed():
     """One column is skipped, the weights change, and the same tensor comes again."""
     init_megatron(tp=2)
     model = tiny_model("llama")
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     mlp, x, found = built.model.layers[0].mlp, torch.randn(2, 3, 32), []
     for change in (lambda p: p.mul_(2), lambda p: setattr(p, "data", p.data * 2)):
         before = mlp.gate_proj(x)
@@ -252,7 +247,7 @@ def test_outputs_of_weights_that_have_changed_are_computed_again(ranks):
 def _inference():
     init_megatron(tp=2)
     model = tiny_model("llama").eval()
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     ids = token_ids()
     with torch.inference_mode(), Counted() as counted:
         got, want = (each.eval()(input_ids=ids).logits for each in (built, model))
@@ -267,7 +262,7 @@ def test_inference(ranks):
 
 def _released():
     init_megatron(tp=2)
-    built, _, _ = scheduled_copy(tiny_model("llama"), _auto)
+    built, _, _ = scheduled_copy(tiny_model("llama"), auto)
     attention = _attention_of(built)
     x = torch.randn(2, 3, 32)
     for name in "qkv":
@@ -285,7 +280,7 @@ def test_nothing_is_kept_once_all_is_handed_out(ranks):
 def _names():
     init_megatron(tp=2)
     model = tiny_model("qwen2")
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     return list(built.state_dict()) == list(model.state_dict())
 
 
@@ -301,7 +296,7 @@ def _added_to_main_grad():
 
     init_megatron(tp=2)
     model = tiny_model("llama")
-    built, plan, _ = scheduled_copy(model, _auto)
+    built, plan, _ = scheduled_copy(model, auto)
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, dy, out: out.addmm_(dy.t(), x))
     before = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
     layers.fused_weight_gradient_mlp_cuda = kernel

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.model_adapters.default_schedule import schedule
 from tests import tiny
 
 VOCABULARY = 99  # divides by neither 2 nor 4: the padded rows are always there
@@ -30,6 +31,11 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=torch.float32)
     return randomize(model).train()
+
+
+def auto(sch: Any) -> None:
+    """Fills a schedule as ``auto`` does."""
+    schedule(sch, sch.layout)
 
 
 def token_ids(batch: int = 2, length: int = 12, vocabulary: int = VOCABULARY) -> torch.Tensor:

@@ -7,21 +7,16 @@ import torch
 
 import megasched
 from megasched.lowering.build import plan_of
-from megasched.model_adapters.default_schedule import schedule
 from megasched.verify.bfloat16 import TENSOR_PARALLEL
 from megasched.verify.ranks.pool import init_megatron
 from tests.dialects.steps import unsharded
-from tests.lowering.models import tiny_model, token_ids
+from tests.lowering.models import auto, tiny_model, token_ids
 from tests.lowering.parity import scheduled_copy
 from tests.tiny import FAMILIES
 
 
-def _auto(sch):
-    schedule(sch, sch.layout)
-
-
 def _recomputed(sch):
-    _auto(sch)
+    auto(sch)
     sch["model.layers.*"].checkpoint()
 
 
@@ -36,7 +31,7 @@ def _distance(one, other):
     return float(torch.cat([(one[name] - other[name]).flatten() for name in one]).norm())
 
 
-def _ratios(model, fill=_auto, device="cpu", sequence_parallel=False):
+def _ratios(model, fill=auto, device="cpu", sequence_parallel=False):
     """Distances from float32 over those of Hugging Face under autocast: of logits, and of all gradients."""
     ids, theirs = token_ids(length=16), copy.deepcopy(model)
     ours, _, _ = scheduled_copy(model, fill, sequence_parallel=sequence_parallel)

@@ -12,6 +12,7 @@ from megasched.language.schedule import create_schedule
 from megasched.language.tensor_types import ShardDim
 from megasched.plan.make import make_plan
 from megasched.verify.ranks.pool import init_megatron
+from tests.language.sharding import column_row
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, scheduled_copy, too_far
 
@@ -155,11 +156,6 @@ class Clipped(Mlp):
         return super().forward(x)
 
 
-def pair(sch):
-    sch["up"].shard("weight", axis=0)
-    sch["down"].shard("weight", axis=1)
-
-
 CASES = {
     # name: (model, whether the pair stays cut, which of them are left whole)
     "elementwise function": (lambda: Between(Scaled.apply), True, set()),
@@ -181,9 +177,9 @@ def _compared():
     x = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
     found = {}
     for name, (make, _, _) in CASES.items():
-        _, plan, _ = scheduled_copy(randomize(make()), pair, x)
+        _, plan, _ = scheduled_copy(randomize(make()), column_row, x)
         cut = not plan.tp_facts.gather and not plan.tp_facts.scatter
-        found[name] = cut, set(plan.left_whole), too_far(compare(randomize(make()), pair, x, x))
+        found[name] = cut, set(plan.left_whole), too_far(compare(randomize(make()), column_row, x, x))
     return found
 
 
@@ -244,11 +240,11 @@ def test_packs_of_saved_tensors_get_no_parts():
     layout = ParallelDims(tensor_model_parallel_size=2)
     x = {"x": torch.ones(2, 3, 8)}
     schedule = create_schedule(Packing(torch.tanh), layout)
-    pair(schedule)
+    column_row(schedule)
     with pytest.raises(ScheduleError, match="its hooks on tensors that are saved for the backward pass"):
         make_plan(schedule, inputs=x)
     schedule = create_schedule(Recomputing(torch.tanh), layout)
-    pair(schedule)
+    column_row(schedule)
     assert not make_plan(schedule, inputs=x).tp_facts.gather
 
 
@@ -257,7 +253,7 @@ def test_hooks_on_parameters_are_refused_by_name(register):
     model = Mlp()
     getattr(model.up.weight, register)(lambda gradient: None)
     schedule = create_schedule(model, ParallelDims(tensor_model_parallel_size=2))
-    pair(schedule)
+    column_row(schedule)
     with pytest.raises(ScheduleError, match="a hook on the gradient of its parameter weight") as refused:
         make_plan(schedule, inputs={"x": torch.ones(2, 3, 8)})
     assert refused.value.problems[0].module == "up"

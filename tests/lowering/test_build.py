@@ -12,15 +12,10 @@ from megasched import ConfigError, ParallelDims, ScheduleError
 from megasched.definition import attention_interface
 from megasched.definition.build import build_definition, init_empty_weights
 from megasched.lowering.build import plan_of
-from megasched.model_adapters.default_schedule import schedule as default_schedule
 from megasched.verify.ranks.pool import init_megatron
 from megasched.weights.random_init import RandomInit
-from tests.lowering.models import Mlp, randomize, tiny_config, tiny_model, token_ids
+from tests.lowering.models import Mlp, auto, randomize, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import distance, scheduled_copy
-
-
-def auto(sch):
-    default_schedule(sch, sch.layout)
 
 
 def _real_weights():

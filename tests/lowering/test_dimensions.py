@@ -3,6 +3,7 @@
 import torch
 
 from megasched.verify.ranks.pool import init_megatron
+from tests.language.sharding import column_row
 from tests.lowering.models import Mlp, randomize
 from tests.lowering.parity import compare, too_far
 
@@ -29,15 +30,10 @@ class Gathered(Pooled):
         return x + self.down(pooled) + self.down(self.up(x[:, None]).softmax(-1))[:, 0]
 
 
-def _pair(sch):
-    sch["up"].shard("weight", axis=0)
-    sch["down"].shard("weight", axis=1)
-
-
 def _compared():
     init_megatron(tp=2)
     x = {"x": torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)}
-    return [too_far(compare(randomize(make()), _pair, x, x)) for make in (Pooled, Grouped, Gathered)]
+    return [too_far(compare(randomize(make()), column_row, x, x)) for make in (Pooled, Grouped, Gathered)]
 
 
 def test_linears_take_any_number_of_dimensions(ranks):

@@ -3,21 +3,16 @@
 import pytest
 import torch
 
-from megasched.model_adapters.default_schedule import schedule
 from megasched.verify.ranks.pool import init_megatron
 from tests import tiny
-from tests.lowering.models import randomize, tiny_model, token_ids
+from tests.lowering.models import auto, randomize, tiny_model, token_ids
 from tests.lowering.parity import compare, distance, scheduled_copy, too_far
 from tests.tiny import FAMILIES
 
 
-def _auto(sch):
-    schedule(sch, sch.layout)
-
-
 def _gaps(family, **changes):
     ids = token_ids()
-    return too_far(compare(tiny_model(family, **changes), _auto, {"input_ids": ids, "labels": ids}))
+    return too_far(compare(tiny_model(family, **changes), auto, {"input_ids": ids, "labels": ids}))
 
 
 def _at_tp2(family):
@@ -36,7 +31,7 @@ def _padding_and_masks():
     found = {}
     for family in ("mistral", "gemma2", "gpt2"):
         model = tiny_model(family)
-        built, _, _ = scheduled_copy(model, _auto)
+        built, _, _ = scheduled_copy(model, auto)
         ids = token_ids()
         mask = torch.ones_like(ids)
         mask[0, :5] = 0
@@ -70,7 +65,7 @@ def test_kv_heads_fewer_than_ranks_at_tp4(ranks):
 
 def _one_head(family):
     init_megatron(tp=2)
-    _, plan, _ = scheduled_copy(tiny_model(family, num_key_value_heads=1), _auto)
+    _, plan, _ = scheduled_copy(tiny_model(family, num_key_value_heads=1), auto)
     return sorted(plan.tp_facts.gather), len(plan.replicated_heads), _gaps(family, num_key_value_heads=1)
 
 
@@ -81,7 +76,7 @@ def test_one_head_of_key_and_value_gathers_nothing(ranks, family, projections):
 
 def _replicated():
     init_megatron(tp=4)
-    built, plan, _ = scheduled_copy(tiny_model("llama"), _auto)
+    built, plan, _ = scheduled_copy(tiny_model("llama"), auto)
     k = built.model.layers[0].self_attn.k_proj
     placement = plan.placements["model.layers.0.self_attn.k_proj.weight"]
     return type(k).__name__, k.rows, tuple(k.weight.shape), placement.sharded, placement.tp_gradient
@@ -118,7 +113,7 @@ def _variants():
     for family, changes in PLANNED.items():
         config = AutoConfig.for_model(family, **{**tiny.FAMILIES["qwen3"], "num_hidden_layers": 2, **changes})
         model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).train()
-        found[family] = too_far(compare(model, _auto, {"input_ids": ids, "labels": ids}))
+        found[family] = too_far(compare(model, auto, {"input_ids": ids, "labels": ids}))
     return found
 
 
@@ -129,7 +124,7 @@ def test_variants_and_families_without_an_adapter(ranks):
 
 def _partial_gradients():
     init_megatron(tp=2)
-    _, plan, _ = scheduled_copy(tiny_model("qwen3"), _auto)
+    _, plan, _ = scheduled_copy(tiny_model("qwen3"), auto)
     return sorted(name for name, p in plan.placements.items() if p.tp_gradient == "partial")
 
 
@@ -144,11 +139,11 @@ def _frozen():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" not in name and "mlp" not in name)
     ids = token_ids()
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     kept = {n: p.requires_grad for n, p in built.named_parameters()} == {
         n: p.requires_grad for n, p in model.named_parameters()
     }
-    return kept, too_far(compare(model, _auto, {"input_ids": ids, "labels": ids}))
+    return kept, too_far(compare(model, auto, {"input_ids": ids, "labels": ids}))
 
 
 def test_frozen_parameters_stay_frozen(ranks):
@@ -186,7 +181,7 @@ def _gathered_heads():
     ids = token_ids()
 
     def fill(sch):
-        _auto(sch)
+        auto(sch)
         sch["**.k_proj"].sync("fwd_post", "all_gather")
 
     _, plan, _ = scheduled_copy(tiny_model("qwen3"), fill)
@@ -204,7 +199,7 @@ def _gathers():
     init_megatron(tp=2)
     found = {}
     for family in FAMILIES:
-        _, plan, _ = scheduled_copy(tiny_model(family), _auto)
+        _, plan, _ = scheduled_copy(tiny_model(family), auto)
         found[family] = (set(plan.tp_facts.gather), plan.tp_facts.scatter)
     return found
 

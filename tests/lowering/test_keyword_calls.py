@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 import megasched
 from megasched.verify.ranks.pool import init_megatron
+from tests.language.sharding import column_row
 from tests.lowering.models import randomize
 from tests.lowering.parity import compare, too_far
 
@@ -76,14 +77,9 @@ class Block(nn.Module):
         return self.mlp(x=self.norm(hidden_states=self.table(input=ids)))
 
 
-def _pair(sch):
-    sch["up"].shard("weight", axis=0)
-    sch["down"].shard("weight", axis=1)
-
-
 def _all(sch):
     sch["table"].shard("weight", axis=0)
-    _pair(sch)
+    column_row(sch)
 
 
 def _adapted(sch):
@@ -104,7 +100,7 @@ def _compared(tp):
         "pair": (Pair, _all, ids),
         "named": (Named, _all, ids),
         "gathered": (Gathered, _all, ids),
-        "pictures": (Pictures, _pair, x),
+        "pictures": (Pictures, column_row, x),
         "block": (Block, _gated, ids),
     }
     torch.manual_seed(0)

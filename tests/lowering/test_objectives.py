@@ -5,9 +5,8 @@ import torch
 import transformers
 
 from megasched.verify.ranks.pool import init_megatron
-from tests.lowering.models import randomize
+from tests.lowering.models import auto, randomize
 from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far
-from tests.lowering.test_build import auto
 
 _BERT = {
     "vocab_size": 100,

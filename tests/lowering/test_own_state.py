@@ -11,9 +11,8 @@ from megasched import HFFolder, RandomInit
 from megasched.definition.build import build_definition
 from megasched.lowering.build import plan_of
 from megasched.verify.ranks.pool import init_megatron
-from tests.lowering.models import Mlp, tiny_config, tiny_model, token_ids
+from tests.lowering.models import Mlp, auto, tiny_config, tiny_model, token_ids
 from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far
-from tests.lowering.test_build import auto
 
 FAMILIES = ("llama", "qwen3", "gpt2", "phi3", "mixtral")
 

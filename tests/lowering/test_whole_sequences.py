@@ -12,24 +12,19 @@ import megasched
 from megasched.attributes import resolve
 from megasched.language.parallel_dims import ParallelDims
 from megasched.lowering.build import placements_of, plan_of
-from megasched.model_adapters.default_schedule import schedule
 from megasched.transformers_names import PACKED
 from megasched.verify.ranks.pool import init_megatron
-from tests.lowering.models import Mlp, tiny_model, token_ids
+from tests.lowering.models import Mlp, auto, tiny_model, token_ids
 from tests.lowering.parity import compare_gradients, distance, scheduled_copy, too_far
 from tests.tiny import FAMILIES
 
 
-def _auto(sch):
-    schedule(sch, sch.layout)
-
-
 def _recomputed(sch):
-    _auto(sch)
+    auto(sch)
     sch["model.layers.*"].checkpoint()
 
 
-def _compared(model, fill=_auto, *, sequence_parallel=False, **calls):
+def _compared(model, fill=auto, *, sequence_parallel=False, **calls):
     """Distances of logits, loss and every gradient from the model's own; all CP ranks have the same ones."""
     from megatron.core import parallel_state
 
@@ -96,7 +91,7 @@ def _experts():
     init_megatron(cp=2, ep=2)
     ids = token_ids()
     model = tiny_model("mixtral")
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     for each in (built, model):
         each(input_ids=ids, labels=ids).loss.backward()
     whole, rank = dict(model.named_parameters()), torch.distributed.get_rank()
@@ -118,7 +113,7 @@ def _calls():
     """What a call may have, and what is refused; nothing is left of it."""
     init_megatron(cp=2)
     model, ids = tiny_model("llama"), token_ids()
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     everything = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(12)[None]}
     same = [built(ids).logits, built(input_ids=ids, use_cache=False, **everything).logits]
     assert torch.equal(*same)
@@ -157,7 +152,7 @@ def test_calls_that_are_refused(ranks):
 def _outputs():
     init_megatron(cp=2)
     model, ids = tiny_model("mixtral", output_router_logits=True, output_hidden_states=True), token_ids()
-    built, _, _ = scheduled_copy(model, _auto)
+    built, _, _ = scheduled_copy(model, auto)
     got, want = (each(input_ids=ids, labels=ids) for each in (built, model))
     assert len(want.hidden_states) == 3
     assert len(want.router_logits) == 2

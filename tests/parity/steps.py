@@ -108,14 +108,15 @@ def assert_same_losses(reports, expected):
         torch.testing.assert_close(report.grad_norms, expected[0].grad_norms, rtol=1e-5, atol=0)
 
 
-def assert_same_run(reports, expected, skip: int = 0, tp: int = 1):
+def assert_same_run(reports, expected, skip: int = 0, tp: int = 1, of_tp: int = 1, atol: float = 2e-6):
+    """Losses, gradient norms and weights of a run at ``tp``, and of the later steps of one at ``of_tp``."""
     torch.testing.assert_close(losses(reports), losses(expected)[skip:], rtol=2e-6, atol=0)
     for report in reports:
         torch.testing.assert_close(report.grad_norms, expected[0].grad_norms[skip:], rtol=1e-5, atol=0)
-    weights, wanted = gather(reports, "weights", tp), gather(expected, "weights", 1)
+    weights, wanted = gather(reports, "weights", tp), gather(expected, "weights", of_tp)
     assert weights.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=2e-6, msg=name)
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=atol, msg=name)
 
 
 def assert_goes_between_levels(ranks, folder, schedules, first, layouts, kept):

@@ -10,7 +10,7 @@ import torch
 
 from megasched.definition.small_models.small_models import write_small_model
 from megasched.verify.ranks.pool import RankError
-from megasched.verify.trainer_run import gather, losses, train
+from megasched.verify.trainer_run import losses, train
 from tests import tiny
 from tests.parity.cases import slow
 from tests.parity.mixtures import small_model
@@ -39,18 +39,11 @@ def test_resume_at_every_layout(ranks, tmp_path, family):
     whole = ranks.run(4, train, folder, [*written, *SAVE], iterations=END)
     saving = [*written, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
     ranks.run(4, train, folder, saving, iterations=STOP)
-    expected = gather(whole, "weights", 2)
     for world, tp, flags in LAYOUTS.values():
         resumed = ranks.run(
             world, train, folder, [*flags.split(), *SAVE, "--load", str(tmp_path / "ckpt")], iterations=END
         )
-        torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
-        for report in resumed:
-            torch.testing.assert_close(report.grad_norms, whole[0].grad_norms[STOP:], rtol=1e-5, atol=0)
-        weights = gather(resumed, "weights", tp)
-        assert weights.keys() == expected.keys()
-        for name, wanted in expected.items():
-            torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+        assert_same_run(resumed, whole, skip=STOP, tp=tp, of_tp=2, atol=1e-6)
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -75,10 +68,7 @@ def test_resume_from_several_buckets_that_end_with_padding(ranks, tmp_path):
     saving = [*BUCKETS, *SAVE, "--save", str(tmp_path / "ckpt"), "--save-interval", str(STOP)]
     ranks.run(3, train, folder, saving, iterations=STOP)
     resumed = ranks.run(1, train, folder, [*BUCKETS, *SAVE, "--load", str(tmp_path / "ckpt")], iterations=END)
-    torch.testing.assert_close(losses(resumed), losses(whole)[STOP:], rtol=2e-6, atol=0)
-    weights, expected = gather(resumed, "weights", 1), gather(whole, "weights", 1)
-    for name, wanted in expected.items():
-        torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-6, msg=name)
+    assert_same_run(resumed, whole, skip=STOP, atol=1e-6)
 
 
 def test_an_override_that_is_forgotten_on_resume(ranks, tmp_path):

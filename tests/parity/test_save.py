@@ -11,10 +11,11 @@ import torch
 from megasched.trainer.checkpoint.save_claim import FOLDER, Owner, SaveClaim
 from megasched.verify import trainer_run
 from megasched.verify.ranks.pool import RankError
-from megasched.verify.trainer_run import gather, losses, train
+from megasched.verify.trainer_run import train
 from megasched.weights.inspection import inspect_checkpoint
 from tests import tiny
 from tests.parity.cases import slow
+from tests.parity.steps import assert_same_run
 
 FLAGS = ["--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
 FLAGS += ["--override-opt-param-scheduler"]
@@ -59,10 +60,7 @@ def test_saved_aside_and_published(ranks, tmp_path, kind):
     assert (save / TRACKER).read_text() == "2"
     assert (save / "iter_0000002" / "metadata.json").is_file()
     resumed = ranks.run(2, train, folder, saving(save, "--load", str(save), *kind), iterations=4)
-    torch.testing.assert_close(losses(resumed), losses(whole)[2:], rtol=2e-6, atol=0)
-    expected = gather(whole, "weights", 2)
-    for name, found in gather(resumed, "weights", 2).items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert_same_run(resumed, whole, skip=2, tp=2, of_tp=2, atol=1e-6)
     assert not (save / FOLDER).exists()
 
 
