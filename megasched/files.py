@@ -20,12 +20,13 @@ NO_ROOM = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Gives an OSError of the body that names no file the name of this one."""
+    """Gives an OSError of the body the name of this file where it names none, or a temporary one beside it."""
+    hidden = os.path.join(path.absolute().parent, f".{path.name}")
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        if error.filename is None or os.path.abspath(error.filename).startswith(hidden):
+            error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -41,16 +42,17 @@ def write_whole(path: Path, pieces: Iterable[str], *, replace: bool = True) -> N
         OSError: it can't be written, or may not replace what is there; nothing is left behind then.
     """
     beside = path.with_name(f".{path.name}{secrets.token_hex(4)}")
-    file = beside.open("x", encoding="utf-8")  # to be read by whom the umask lets read
-    try:
-        with named(path), file:
-            file.writelines(pieces)
-        if replace:
-            os.replace(beside, path)
-        else:
-            os.link(beside, path)  # fails, where a rename would replace
-    finally:
-        beside.unlink(missing_ok=True)
+    with named(path):
+        file = beside.open("x", encoding="utf-8")  # to be read by whom the umask lets read
+        try:
+            with file:
+                file.writelines(pieces)
+            if replace:
+                os.replace(beside, path)
+            else:
+                os.link(beside, path)  # fails, where a rename would replace
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 @contextmanager

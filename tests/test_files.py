@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,12 @@ def test_the_umask_says_who_may_read(tmp_path, write, umask):
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask
     assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize("name", ["n" * 250, "absent/page.html"])
+def test_what_cannot_be_written_is_called_as_it_was_asked_for(tmp_path, monkeypatch, name):
+    """The name of the file that is written aside says nothing to anyone."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"too long|No such file") as ended:
+        write_whole(Path(name), ["text"])
+    assert ended.value.filename == name

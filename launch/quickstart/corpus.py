@@ -100,7 +100,7 @@ def prepare_corpus(folder: Path, root: Path | None = None) -> Corpus:
     home = folder / f"corpus-{_fingerprint(root)[:12]}"
     if not home.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        with named(folder), TemporaryDirectory(dir=folder, prefix="unfinished-") as unfinished:
+        with named(home), TemporaryDirectory(dir=folder, prefix=f".{home.name}-") as unfinished:
             _write_corpus(Path(unfinished, "corpus"), root)
             Path(unfinished, "corpus").rename(home)
     counts = read_json(home / "corpus.json", COUNTS, {"documents": int, "tokens": int})

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 
 import pytest
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -114,12 +115,18 @@ def test_why_an_output_is_gathered_is_said_with_the_line_of_the_code(tmp_path, c
     assert f"its output is gathered: {decision['gathered']}" in " ".join(printed(capsys, *command).split())
 
 
-def test_a_glob_without_a_match_names_what_there_is(tmp_path):
+@pytest.mark.parametrize(
+    ("only", "told"),
+    [
+        ("lm_haed.weight", r"no parameter .* there is lm_head\.weight"),
+        ("lm_head*", r"it matches none .* look like lm_head\.weight, .*model\.layers\.0-3\.[^ ]*weight"),
+        ("mlp", "it matches none "),
+    ],
+)
+def test_a_glob_without_a_match_names_what_there_is(tmp_path, only, told):
     folder = tiny.save("llama", tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"--parameter lm_haed\.weight: no parameter .* there is lm_head\.weight"
-    ):
-        explain_schedule("auto", folder, ParallelDims(tensor_model_parallel_size=2), only="lm_haed.weight")
+    with pytest.raises(ConfigError, match=rf"--parameter {re.escape(only)}: {told}"):
+        explain_schedule("auto", folder, ParallelDims(tensor_model_parallel_size=2), only=only)
 
 
 def test_the_command_prints_text_and_json(tmp_path, capsys):

@@ -26,3 +26,6 @@ def test_what_is_written_and_what_a_run_reads_it_with(run, tmp_path, monkeypatch
     status, _, err = run(*words[:1], "absent.jsonl", *words[2:], "--force")
     assert status == 1
     assert "absent.jsonl: No such file or directory" in err
+    name = "n" * 248  # for which there is room with .bin, and none with the name of a temporary folder
+    status, _, err = run(*words[:-1], name)
+    assert (status, err.splitlines()[-1]) == (1, f"megasched: error: {name}: File name too long")

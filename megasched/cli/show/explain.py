@@ -19,6 +19,8 @@ from megasched.trainer.evidence.compatibility import of_unchecked_options, unche
 from megasched.trainer.losses.definition_loss import loss_lines
 from megasched.trainer.session import open_session
 
+NAMED = 4  # names of parameters, where none matches
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -106,9 +108,17 @@ def explain_schedule(
 
 
 def _no_match(plan: Plan, only: str) -> str:
-    """Returns that no parameter matches a glob, with the names that come closest."""
-    close = difflib.get_close_matches(only, plan.canonical, n=2) or list(plan.canonical)[:2]
-    return f"no parameter of the model matches; there is {' and '.join(close)}"
+    """Returns that no parameter matches, with the names that a misspelt one comes close to, or how names look."""
+    misspelt = not set(only) & set("*?[")
+    close = difflib.get_close_matches(only, plan.canonical, n=2) if misspelt else []
+    if close:
+        return f"no parameter of the model has that name; there is {' and '.join(close)}"
+    names = fold_paths(plan.canonical)
+    some = names[:: max(1, len(names) // NAMED)][:NAMED]
+    return (
+        f"it matches none of the model's parameters, whose names look like {', '.join(some)}. "
+        "`*` stands for what is between two dots, `**` for any number of these"
+    )
 
 
 def context_lines(plan: Plan) -> tuple[str, ...]:
