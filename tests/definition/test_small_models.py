@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+from megasched.definition.small_models.covering import lacking
 from megasched.definition.small_models.small_models import causal_lm_types, small_config
 
 # Routes by what it draws in training, whatever its config says.
@@ -41,3 +43,33 @@ def test_gradients_are_the_same_whatever_the_seed(model_type):
             raise
         pytest.skip(f"plain HF does not run it: {error}"[:100])
     assert alike == (model_type not in RANDOM)
+
+
+class ByNumber(nn.Module):
+    """A layer whose code decides by its number, and by what it is given, what it computes."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, mask=None):
+        if mask is not None and not (self.number + 1) % PERIOD:
+            x = x + mask
+        return x * 2 if self.number > 7 and x.any() else self.scaled(x)
+
+    def scaled(self, x):
+        return x + 1 if self.absent.number else x
+
+
+PERIOD = 3
+
+
+def test_a_kind_of_layer_that_a_forward_alone_makes_of_its_number_is_seen():
+    whole, three, two = (nn.ModuleDict({"layers": nn.ModuleList(map(ByNumber, range(n)))}) for n in (12, 3, 2))
+    assert [(lack.path, lack.what) for lack in lacking(whole, two)] == [
+        ("layers.2", "(self.number + 1) % PERIOD=False, self.number > 7=False"),
+        ("layers.8", "(self.number + 1) % PERIOD=False, self.number > 7=True"),
+        ("layers.9", "(self.number + 1) % PERIOD=True, self.number > 7=True"),
+    ]
+    assert [lack.path for lack in lacking(whole, three)] == ["layers.8", "layers.9"]
+    assert lacking(whole, nn.ModuleDict({"layers": nn.ModuleList(map(ByNumber, range(10)))})) == []

@@ -15,6 +15,7 @@ from torch import nn
 
 from megasched.definition.build import build_definition
 from megasched.definition.objectives import CAUSAL_LM, Objective
+from megasched.definition.small_models.conditions import conditions_of
 from megasched.definition.small_models.shrink import LAYERS
 from megasched.definition.small_models.small_models import small_copy
 
@@ -23,7 +24,7 @@ MOST_LAYERS = 16
 _INDEX = re.compile(r"\b\d+\b")
 _DIGITS = re.compile(r"\d+")
 _CLASS = "class"
-# Path of a module within its layer, and what code may decide by: names and values.
+# Path of a module within its layer, and what code decides by: attributes and conditions, with their values.
 Traits = set[tuple[str, frozenset[tuple[str, Any]]]]
 
 
@@ -116,6 +117,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif isinstance(value, str):
             yield name, _DIGITS.sub("*", value)
+    yield from conditions_of(module)
 
 
 def _varying(rows: list[Traits]) -> set[tuple[str, str]]:
