@@ -19,6 +19,7 @@ from megasched.language.lora import A, B, Lora
 from megasched.language.parallel_dims import ParallelDims
 from megasched.model_adapters.registry import load_adapter
 from megasched.reading.files import read_bytes
+from megasched.trainer.session import open_session
 from megasched.verify import batches as make
 from megasched.verify import recording, trainer_run
 from megasched.verify.batches import unreached_windows
@@ -104,6 +105,26 @@ class Steps:
         )
         self._adapt(reports)
         return reports
+
+    def plan(self, schedule: str) -> None:
+        """Plans a schedule in this process as each rank will, so that what can't be planned starts none.
+
+        Raises:
+            ConfigError, ScheduleError: what a run would refuse about model, schedule and layout.
+        """
+        subject, config = self.subject, self._config()
+        session = open_session(
+            schedule,
+            subject.folder,
+            self.layout,
+            trust_remote_code=subject.trust_remote_code,
+            objective=subject.objective.name,
+            adapter=subject.adapter,
+        )
+        length = make.sequence_length(self.layout, config, subject.objective)
+        session.freeze_unreached(make.MICRO_BATCH, length)
+        session.stage_layers(length)
+        session.plan  # noqa: B018  # made for its problems
 
     def can_drop_out(self) -> bool:
         """Returns whether ``with_dropout`` can be run: the architecture has dropouts that its config names."""

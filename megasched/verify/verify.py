@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, find_objective
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import find_schedule, split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
@@ -146,6 +146,13 @@ def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: 
         steps = replace(steps, seed=steps.seed + 1)
 
 
+def _end(found: Verification, verdict: str, why: str) -> None:
+    """Notes that there is nothing to compare."""
+    found.verdict, found.why = verdict, why  # type: ignore[assignment]
+    if verdict == "refused" and found.small:
+        found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
+
+
 def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
     """Runs the steps, and notes the verdict, the checks, and where it goes wrong.
 
@@ -154,14 +161,14 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         without: path for a schedule file that leaves calls out.
     """
     try:
+        steps.plan(schedule)
         judge = StepComparison(steps, schedule)
         checks, why, finding = judge.judge()
+    except MegaschedError as error:
+        return _end(found, "refused", str(error))
     except (RankError, PlainError) as error:
         outcome = failure(str(error))
-        found.verdict, found.why = outcome.verdict, refusal_of(str(error)) or outcome.why  # type: ignore[assignment]
-        if outcome.verdict == "refused" and found.small:
-            found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
-        return
+        return _end(found, outcome.verdict, refusal_of(str(error)) or outcome.why)
     found.notes = [*found.notes, *judge.notes]
     found.verdict, found.checks, found.why = "equal", checks, why
     found.finding = finding and replace(finding, records=_near(finding.records))

@@ -313,6 +313,21 @@ def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path)
     assert verify_schedule(str(schedule), folder, ParallelDims(), layers=10, ranks=ranks).verdict == "equal"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"tensor_model_parallel_size": 3}, "remedy: a tensor parallel size that divides all of them: 1, 2"),
+        ({"pipeline_model_parallel_size": 5}, "remedy: at most 4 stages"),
+        ({"expert_model_parallel_size": 2, "data_parallel_size": 2}, "no experts"),
+    ],
+)
+def test_a_layout_that_cannot_be_planned_starts_no_ranks(tmp_path, sizes, why):
+    folder, no_ranks = save("llama", tmp_path), object()
+    found = verify_schedule("auto", folder, ParallelDims(**sizes), layers=4, ranks=no_ranks)
+    assert found.verdict == "refused"
+    assert why in found.why
+
+
 def test_a_job_too_large_for_one_machine_is_refused_at_once(tmp_path):
     with pytest.raises(ConfigError, match="takes 64 processes"):
         verify_schedule("auto", str(tmp_path), ParallelDims(data_parallel_size=64))
