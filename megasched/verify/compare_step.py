@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from megasched.errors import some_of
 from megasched.verify import bfloat16, parity
 from megasched.verify.locate.dropout_masks import wrong_masks
 from megasched.verify.locate.locate import Finding, Locator
-from megasched.verify.locate.place import first_weight, first_wrong, of_loss, of_norm, place_of
+from megasched.verify.locate.place import first_weight, first_wrong, of_gradient, of_loss, of_norm, place_of
 from megasched.verify.numbers import VALIDATION, Check, Errors, Number, difference, errors_of, own_errors
 from megasched.verify.parity import refusal_of
 from megasched.verify.plain.runs import PlainRun
@@ -42,7 +44,8 @@ class StepComparison:
 
     Attributes:
         facts: facts of the run's plan.
-        notes: remarks on the reference: parameters without gradient, and dropouts that it switched off.
+        notes: remarks: parameters without gradient, dropouts that the reference switched off, and buffers that are
+            not compared.
     """
 
     def __init__(self, steps: Steps, schedule: str) -> None:
@@ -96,6 +99,8 @@ class StepComparison:
     def _judge_float32(self) -> Judgement:
         steps, tp = self.steps, self.steps.layout.tp
         errors = errors_of(self.reports, self.plain, tp)
+        if errors.passed_over:
+            self.notes.append(f"buffers that are not compared: {some_of(sorted(errors.passed_over))}")
         states = self._locator(self.reports, first_step(self.plain), FIRST).hidden_states()
         wrong, note = self._explained(errors, self.reports)
         wrong_states = self._wrong_states(states)
@@ -172,7 +177,7 @@ class StepComparison:
             reports, plain = self.steps.scheduled(self.schedule, look), self.steps.reference(look)
         locator = self._locator(reports, step_of(plain, look), look)
         found = of_loss(locator, wrong, look[0]) or place_of(locator, plain, look)
-        return found or of_norm(locator, errors, wrong)
+        return found or of_norm(locator, errors, wrong) or of_gradient(locator, errors, wrong)
 
     def _missing(self, name: str) -> Finding | None:
         what, ranks = "it is not on both sides and", tuple(range(len(self.reports)))
@@ -202,7 +207,8 @@ def unexplained(
     if not beyond:
         return {}, ""
     ours, draws = against_exact()
-    wrong, theirs = _beyond_rounding(beyond, ours.largest, (own.largest for own in draws), _is_rounding)
+    is_rounding = partial(_is_rounding, ours.roundings)
+    wrong, theirs = _beyond_rounding(beyond, ours.largest, (own.largest for own in draws), is_rounding)
     most = max(beyond, key=lambda number: beyond[number])
     note = f"{most.name or most.kind} differs by {beyond[most]:.1e}; from float64 it is "
     note += f"{ours.largest[most]:.1e}, and the unscheduled model's {theirs[most]:.1e}"
@@ -252,13 +258,16 @@ def _tolerance(number: Number) -> float:
     return STEP_TOLERANCE if number.kind == "weight" else parity.TOLERANCE
 
 
-def _is_rounding(number: Number, ours: float, theirs: float) -> bool:
+def _is_rounding(roundings: Mapping[Number, float], number: Number, ours: float, theirs: float) -> bool:
     most = parity.MOST_ROUNDING if number.step == 0 else MOST_ROUNDING_OF_STEPS
-    return ours <= min(parity.ROUNDING * theirs, most)
+    return ours <= min(parity.ROUNDING * theirs, max(most, roundings.get(number, 0.0)))
 
 
 def _check(kind: str, errors: Errors, wrong: dict[Number, float]) -> Check:
-    held = errors.of(kind)
+    of_kind = errors.of(kind)
+    # A small gradient that is noise on both sides says nothing of the others; where it is more, it is wrong.
+    held = {n: error for n, error in of_kind.items() if error <= _tolerance(n) or n not in errors.roundings}
+    held = held or of_kind
     counted = {number: error for number, error in wrong.items() if number.kind == kind} or held
     most = max(counted, key=lambda number: counted[number])
     where = most.name if kind in ("output", "gradient", "weight", "buffer") else ""

@@ -9,11 +9,15 @@ from functools import partial
 
 import torch
 
+from megasched.verify.parity import MOST_ROUNDING, TOLERANCE
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.recording import RankReport
-from megasched.verify.reference import apart, floor_of, largest_finite, off_by, relative
+from megasched.verify.reference import FLOOR, apart, largest, largest_finite, largest_of, off_by, relative
 from megasched.verify.trainer_run import logits_of
 
+# Of the largest gradient: the least size that an error of one is relative to. A gradient whose terms cancel (a
+# key's bias) is noise of another size than its own; what is noise, float64 tells.
+LEAST = 1e-7
 # What is compared; a gradient is of the step that was looked at, weights and buffers are those after the last one.
 KINDS = ("loss", "output", "logits", "gradient", "grad_norm", "weight", "buffer", "validation")
 
@@ -63,11 +67,15 @@ class Errors:
         largest: number -> its largest relative error.
         ranks: number that ranks hold by themselves -> rank -> its error there.
         missing: names that are on one side alone.
+        passed_over: names of buffers that one side alone has, or that the sides have in other shapes.
+        roundings: gradient that is small beside the largest -> what rounding may explain of it at most.
     """
 
     largest: dict[Number, float] = field(default_factory=dict)
     ranks: dict[Number, dict[int, float]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    passed_over: set[str] = field(default_factory=set)
+    roundings: dict[Number, float] = field(default_factory=dict)
 
     def add(self, number: Number, error: float, rank: int | None = None) -> None:
         error = math.inf if math.isnan(error) else error
@@ -94,14 +102,17 @@ def errors_of(reports: Sequence[RankReport], run: PlainRun, tp: int) -> Errors:
     for report in held:
         if report.validation is not None and run.validation is not None:
             found.add(VALIDATION, off_by(report.validation, run.validation))
-    floor = floor_of(run.gradients)
-    add_replicas(found, "gradient", 0, held, run.gradients, tp, lambda name: floor)
+    add_gradients(found, held, run.gradients, tp)
     add_replicas(found, "weight", -1, held, run.weights, tp, lambda name: -max(run.changes[name], 1e-5))
     for rank, report in enumerate(held):
-        for name, value in report.buffers.items():
-            wanted_buffer = run.buffers.get(name)
-            if wanted_buffer is not None and wanted_buffer.shape == value.shape:
-                found.add(Number("buffer", name=name), difference(value, wanted_buffer), rank)
+        for name, (value, placement) in report.buffers.items():
+            whole = run.buffers.get(name)
+            part = whole if whole is None or placement is None else placement.shard(whole, report.tp_rank, tp)
+            if part is not None and part.shape == value.shape:
+                found.add(Number("buffer", name=name), difference(value, part), rank)
+            else:
+                found.passed_over.add(name)
+    found.passed_over |= run.buffers.keys() - {number.name for number in found.of("buffer")}
     return found
 
 
@@ -116,7 +127,7 @@ def own_errors(plain: PlainRun, exact: PlainRun) -> Errors:
         _add_logits(found, step, logits, exact.logits[step])
     if plain.validation is not None and exact.validation is not None:
         found.add(VALIDATION, off_by(plain.validation, exact.validation))
-    floor = floor_of(exact.gradients)
+    floor = LEAST * largest_of(exact.gradients)
     for name, wanted in exact.gradients.items():
         found.add(Number("gradient", 0, name), difference(plain.gradients[name], wanted, floor))
     for name, wanted in exact.weights.items():
@@ -160,6 +171,22 @@ def replicas(reports: Sequence[RankReport], what: str, tp: int) -> Iterator[tupl
 
 
 type Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def add_gradients(
+    found: Errors, reports: Sequence[RankReport], wanted: Mapping[str, torch.Tensor], tp: int
+) -> None:
+    """Adds how far each rank's part of gradients is off, relative to the gradient of that parameter.
+
+    Args:
+        wanted: name -> the whole gradient.
+    """
+    most = largest_of(wanted)
+    add_replicas(found, "gradient", 0, reports, wanted, tp, lambda name: LEAST * most)
+    for name, gradient in wanted.items():
+        rounding = TOLERANCE * FLOOR * most / max(largest(gradient), LEAST * most, 1e-30)
+        if rounding > MOST_ROUNDING:
+            found.roundings[Number("gradient", 0, name)] = rounding
 
 
 def add_replicas(

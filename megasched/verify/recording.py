@@ -28,7 +28,8 @@ class RankReport:
         gradients: HF name -> (shard of the first iteration's gradient, its placement); no copies of ties.
         weights: HF name -> (shard after the last iteration, placement).
         before: as ``weights``, before the iteration that was looked at; ``gradients`` are of that iteration then.
-        buffers: floating-point buffers after the last iteration, of a run that was looked at.
+        buffers: floating-point buffers after the last iteration, of a run that was looked at: HF name -> (what
+            this rank holds, its placement, or None where a plan places none, as it is whole).
         logits: iteration -> [b, s, v] of each micro-batch (last stage only); of the first iteration alone in a run
             that was not looked at.
         cp_rank: rank among those that share a sequence; tokens, labels and logits are of its part.
@@ -49,7 +50,7 @@ class RankReport:
     gradients: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     weights: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     before: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     batches: list[tuple[int, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
     iterations: int = 0

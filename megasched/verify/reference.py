@@ -175,7 +175,12 @@ def differences(got: HfStep, expected: HfStep) -> dict[str, float]:
 
 def floor_of(gradients: Mapping[str, torch.Tensor]) -> float:
     """Returns the least size that errors of gradients are relative to, as one of nearly zero is noise."""
-    return FLOOR * max(map(largest, gradients.values()), default=0.0)
+    return FLOOR * largest_of(gradients)
+
+
+def largest_of(tensors: Mapping[str, torch.Tensor]) -> float:
+    """Returns the largest size of the numbers of several tensors."""
+    return max(map(largest, tensors.values()), default=0.0)
 
 
 def largest(tensor: torch.Tensor) -> float:

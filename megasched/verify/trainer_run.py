@@ -258,10 +258,10 @@ def _copies(chunks: list[Any], take: Callable[[Any], torch.Tensor]) -> dict[str,
     }
 
 
-def _buffers(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns the floating-point buffers of the modules that live on this rank."""
+def _buffers(chunks: list[Any]) -> dict[str, tuple[torch.Tensor, Any]]:
+    """Returns the floating-point buffers of the modules that live on this rank, with their placements."""
     return {
-        chunk.plan.renamed.get(name, name): buffer.detach().clone()
+        chunk.plan.renamed.get(name, name): (buffer.detach().clone(), chunk.plan.placements.get(name))
         for chunk in chunks
         for name, buffer in chunk.definition.named_buffers()
         if buffer.is_floating_point() and chunk.stage.holds(chunk.plan.structure, name.rpartition(".")[0])

@@ -23,12 +23,12 @@ from megasched.verify.compare_step import checks_of, unexplained, why_wrong
 from megasched.verify.library.module_step import Example, ModuleStep, take_step
 from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding, Locator
-from megasched.verify.numbers import Check, Errors, Number, add_replicas, difference, floor_of
+from megasched.verify.numbers import Check, Errors, Number, add_gradients, add_replicas, difference
 from megasched.verify.parity import TOLERANCE
 from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.verify.recording import PlanFacts, RankReport, components_of
-from megasched.verify.reference import DRAWS, HfStep, off_by
+from megasched.verify.reference import DRAWS, HfStep, floor_of, off_by
 
 HALVES = (torch.float16, torch.bfloat16)
 OWN_SAMPLES = "each data-parallel rank normalizes its own samples: sync_batch_norm() takes the statistics over all"
@@ -105,6 +105,8 @@ class ModuleComparison:
         left = sorted(self._plain.gradients.keys() - self._whole(steps, "gradients").keys())
         found = list(self._remarks)
         found += [f"frozen, or made anew, by the schedule, so not compared: {some_of(left)}"] if left else []
+        left = sorted(self._plain.buffers.keys() - self._whole(steps, "buffers").keys())
+        found += [f"buffers that are not compared: {some_of(left)}"] if left else []
         silenced = sorted({*self._plain.silenced, *(path for step in steps for path in step.silenced)})
         return found + ([f"dropouts are off on both sides: {some_of(silenced)}"] if silenced else [])
 
@@ -164,8 +166,7 @@ class ModuleComparison:
                 got = step.outputs.get(name)
                 found.add(Number("output", 0, name), torch.inf if got is None else difference(got, wanted), rank)
         gradients = self._whole(steps, "gradients", plain)
-        floor = floor_of(gradients)
-        add_replicas(found, "gradient", 0, steps, gradients, tp, lambda name: floor)
+        add_gradients(found, steps, gradients, tp)
         weights = self._whole(steps, "weights", plain)
         add_replicas(found, "weight", -1, steps, weights, tp, lambda name: -max(plain.changes[name], 1e-5))
         add_replicas(found, "buffer", -1, steps, self._whole(steps, "buffers", plain), tp, lambda name: 0.0)

@@ -216,20 +216,18 @@ class Locator:
 
     def _parameters_of(self, path: str | None) -> Finding | None:
         """Finds a module's first own parameter (of any module, for None) with a wrong gradient on any rank."""
-        whole = gather(list(self.reports), "gradients", self.tp)
-        for name, wanted in self.expected.gradients.items():
-            if path not in (None, name.rpartition(".")[0]) or name not in whole:
+        for name in self.expected.gradients:
+            if path not in (None, name.rpartition(".")[0]) or name not in self._gradients:
                 continue
             errors = self._errors[name]
             ranks = tuple(rank for rank, error in sorted(errors.items()) if not error <= NOTICED)
             if ranks:
-                return self._finding_of(name, whole[name], wanted, ranks, max(errors.values()))
+                return self.gradient_of(name, ranks, max(errors.values()))
         return None
 
-    def _finding_of(
-        self, name: str, whole: torch.Tensor, wanted: torch.Tensor, ranks: tuple[int, ...], error: float
-    ) -> Finding:
+    def gradient_of(self, name: str, ranks: tuple[int, ...], error: float) -> Finding:
         """Returns the finding for a parameter whose gradient is wrong on these ranks."""
+        whole, wanted = self._gradients[name], self.expected.gradients[name]
         path = name.rpartition(".")[0]
         held = [(n, r) for n, r in enumerate(self.reports) if r.dp_rank == 0 and name in r.gradients]
         placement = held[0][1].gradients[name][1]
@@ -246,6 +244,10 @@ class Locator:
             cause = likely_cause("backward", event, related, self.facts, self.seen.sources, way=way)
         what = "the gradient of this parameter"
         return Finding("backward", name, what, ranks, error, related, cause, self._records(path))
+
+    @cached_property
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return gather(list(self.reports), "gradients", self.tp)
 
     @cached_property
     def _errors(self) -> dict[str, dict[int, float]]:

@@ -69,6 +69,15 @@ def of_norm(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> 
     return replace(found, direction="backward", error=wrong[number])
 
 
+def of_gradient(locator: Locator, errors: Errors, wrong: Mapping[Number, float]) -> Finding | None:
+    """Returns a finding for the gradient that is furthest off, which may be small beside others; else None."""
+    most = max((number for number in wrong if number.kind == "gradient"), key=wrong.__getitem__, default=None)
+    if most is None:
+        return None
+    ranks = tuple(rank for rank, error in sorted(errors.ranks[most].items()) if error > TOLERANCE)
+    return locator.gradient_of(most.name, ranks, wrong[most])
+
+
 def _weights_before(locator: Locator, plain: PlainRun) -> Finding | None:
     """Finds the parameter that is furthest off before a later step."""
     errors: dict[str, dict[int, float]] = {}
