@@ -90,8 +90,8 @@ class Twice(nn.Module):
         return x
 
 
-def trained(model, steps=3):
-    """Losses, gradients, buffers and counters after some steps."""
+def trained(model, steps=3, passes=1):
+    """Losses, gradients, buffers and counters after some steps, of several backward passes through one graph."""
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
@@ -100,7 +100,8 @@ def trained(model, steps=3):
         optimizer.zero_grad()
         x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(step))
         loss = model(x).square().mean()
-        loss.backward()
+        for left in reversed(range(passes)):
+            loss.backward(retain_graph=left > 0)
         losses.append(loss.detach())
         optimizer.step()
     grads = [p.grad for p in model.parameters()]
@@ -117,6 +118,16 @@ def test_it_is_as_if_it_had_run_once(inner):
     schedule["inner.*"].checkpoint()
     megasched.build(schedule)
     torch.testing.assert_close(trained(recomputed), trained(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inner", [Averaging, Counting, Drawing])
+def test_each_backward_pass_through_one_graph_finds_the_state_of_its_forward(inner):
+    model = Twice(inner)
+    recomputed = copy.deepcopy(model)
+    schedule = megasched.create_schedule(recomputed)
+    schedule["inner.*"].checkpoint()
+    megasched.build(schedule)
+    torch.testing.assert_close(trained(recomputed, passes=2), trained(model, passes=2), rtol=0, atol=0)
 
 
 def test_what_begins_to_be_written_later_is_refused():

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megasched.errors import CheckpointError
-from megasched.weights.lazy import OWN_PAGES, refuse_nan, zeros
+from megasched.weights.lazy import OWN_PAGES, Computed, Tied, refuse_nan, zeros
+from megasched.weights.universal import is_universal
 
 INFINITY = float("inf")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -64,3 +65,26 @@ def test_the_sum_of_what_is_not_contiguous_is_not_taken(monkeypatch):
     values[3, 5] = float("nan")
     with pytest.raises(CheckpointError, match="x has NaN in it"):
         refuse_nan(values[:, :32], "x")
+
+
+def test_a_tensor_that_is_stored_twice_has_equal_values_in_both():
+    """Of what is read of it: a rank reads its part alone."""
+    first, other = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3)
+    other[1, 2] = 7
+
+    def tied(values):
+        return Tied((Computed((), lambda: first, (2, 3)), Computed((), lambda: values, tuple(values.shape))))
+
+    assert torch.equal(tied(first.clone()).read(((0, 2), (0, 3))), first)
+    assert torch.equal(tied(other).read(((0, 1), (0, 3))), first[:1])
+    for values, box in ((other, ((1, 2), (0, 3))), (torch.arange(8.0).view(2, 4), ((0, 2), (0, 3)))):
+        with pytest.raises(CheckpointError, match="are one parameter of the definition but differ"):
+            tied(values).read(box)
+
+
+def test_a_universal_checkpoint_has_no_metadata_of_megatrons(tmp_path):
+    assert not is_universal(tmp_path)
+    (tmp_path / "zero").mkdir()
+    assert is_universal(tmp_path)
+    (tmp_path / "metadata.json").touch()
+    assert not is_universal(tmp_path)
