@@ -85,6 +85,11 @@ def write_of_hidden(folder: Path, lines: str, **changes: Any) -> str:
     return _write(folder, OF_LOGITS.format(lines=indent(dedent(lines), " " * 8).strip()), **changes)
 
 
+def write_whole(folder: Path, code: str) -> str:
+    """The same with a class ``Mine`` of the code's own."""
+    return _write(folder, code)
+
+
 def _write(folder: Path, code: str, **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "modeling_mine.py").write_text(HEAD + code)

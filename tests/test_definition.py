@@ -1,11 +1,13 @@
 """From config to definition: meta parameters, real buffers, and errors that teach."""
 
 import json
+import random
 import subprocess
 import sys
 import warnings
 from importlib.metadata import requires
 
+import numpy
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -26,6 +28,7 @@ from megasched.errors import CheckpointError, ConfigError
 from megasched.versions import TESTED
 from megasched.weights.random_init import RandomInit
 from megasched.weights.source import materialize
+from tests import remote
 
 TINY = {
     "hidden_size": 32,
@@ -303,6 +306,72 @@ def test_experts_that_begin_as_zeros():
         torch.nn.Module().register_buffer("table", torch.zeros(2**29)[:8].bool())
     with pytest.raises(ConfigError, match=r"makes a buffer of \[536870912\]"), init_empty_weights():
         torch.ones(2**29)
+    module = torch.nn.Module()
+    module.register_buffer("table", None)
+    with pytest.raises(ConfigError, match=r"makes a buffer of \[536870912\]"), init_empty_weights():
+        module.table = torch.zeros(2**29)[:8]
+
+
+def test_a_buffer_of_weights_beside_large_ones_is_no_large_buffer():
+    """Weights that a run starts from may have it: an average, the vectors of a spectral norm."""
+    with init_empty_weights():
+        module = torch.nn.Embedding(2**15, 2**14)
+        module.register_buffer("average", module.weight.detach()[:8].clone())
+    assert module.average.is_meta
+
+
+def test_factories_that_fill_a_given_tensor():
+    with init_empty_weights():
+        eye, count = torch.nn.init.eye_(torch.empty(3, 3)), torch.arange(3, out=torch.empty(3))
+    assert (eye.trace(), count.sum()) == (3, 3)
+
+
+DRAWING = """
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        import random, numpy
+        self.drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
+        self.register_buffer("features", torch.randn(3), persistent=False)
+        self.post_init()
+"""
+
+
+def test_what_a_class_draws_is_the_same_in_every_process(tmp_path):
+    """Ranks begin with other states of Python's and numpy's generators."""
+    folder = remote.write_whole(tmp_path / "model", DRAWING)
+    drawn = []
+    for seed in range(2):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
+        model = build_definition(load_config(folder, trust_remote_code=True), trust_remote_code=True)
+        drawn.append((model.drawn, model.features.tolist()))
+        assert (random.getstate(), numpy.random.get_state()[2]) == states[:2]
+        assert torch.equal(torch.get_rng_state(), states[2])
+    assert drawn[0] == drawn[1]
+
+
+NO_HALF = """
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("basis", torch.linalg.qr(torch.ones(3, 3))[0], persistent=False)
+        self.post_init()
+"""
+
+
+def test_a_class_that_is_not_made_in_bfloat16(tmp_path):
+    """torch has no QR decomposition in it."""
+    folder = remote.write_whole(tmp_path / "model", NO_HALF)
+    model = build_definition(load_config(folder, trust_remote_code=True), trust_remote_code=True)
+    assert model.basis.dtype == torch.float32
+    assert build.buffers_following_dtype(model) == frozenset()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

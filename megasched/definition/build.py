@@ -7,7 +7,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 from megasched.attributes import replaced
+from megasched.definition.code_state.random_states import seeded
 from megasched.definition.config_check import config_fault, refuse_odd_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, set_objective
 from megasched.definition.overrides import with_overrides
@@ -46,6 +47,7 @@ def check_transformers() -> None:
 LARGE = 2**30  # bytes
 # Model -> each config in it with its ``use_cache``, which a build for training has switched off.
 _use_cache: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
+_GIVEN = ("device", "out", "layout")  # arguments of a factory by which its tensor is no new one on the CPU
 _INITIALISERS = ("torch.nn.init", "transformers.initialization")  # change their first argument, and return it
 
 
@@ -68,30 +70,29 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     Raises:
         ConfigError: the body makes such a buffer or table.
     """
-    import torch
-    from torch.overrides import TorchFunctionMode
     from torch.utils.weak import WeakIdKeyDictionary
 
     if not enable:
         yield
         return
-    of_parameters = {torch.empty, torch.zeros}
-    tables = {torch.arange, torch.ones, torch.full, torch.linspace, torch.rand, torch.randn, torch.eye}
-    large: list[torch.Tensor] = []
+    large: Any = WeakIdKeyDictionary()  # tensor on meta -> the large one of which it is made
 
-    class OnMeta(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if getattr(func, "__module__", None) in _INITIALISERS:
-                given = (*args, *kwargs.values())[0]
-                if isinstance(given, torch.Tensor) and given.is_meta:
-                    return given
-            if func in of_parameters | tables and kwargs.get("device") is None:
-                shape = func(*args, **{**kwargs, "device": "meta"})
-                if shape.nbytes > LARGE:
-                    large.append(shape if func in of_parameters else _refuse_buffer(shape))
-                    return shape
-            return func(*args, **kwargs)
+    def on_meta(buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.to("meta")
+
+    def small(buffer: torch.Tensor) -> torch.Tensor:
+        return _refuse_buffer(large[buffer]) if buffer in large else buffer
+
+    buffers = _buffers_through(on_meta if include_buffers else small)
+    with _parameters_on_meta(), _large_on_meta(large), buffers:
+        yield
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Runs its body so that parameters are on the meta device from their registration on."""
+    import torch
+    from torch.utils.weak import WeakIdKeyDictionary
 
     register = torch.nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # what a class holds on to, it may register again
@@ -105,9 +106,41 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
                 moved[held].__dict__.update(held.__dict__)
             module._parameters[name] = moved[held]
 
-    buffers = _buffers_on_meta() if include_buffers else _no_buffers_of(large)
-    with replaced(torch.nn.Module, "register_parameter", register_on_meta), OnMeta(), buffers:
+    with replaced(torch.nn.Module, "register_parameter", register_on_meta):
         yield
+
+
+def _large_on_meta(large: Any) -> Any:
+    """Returns a mode in which large tensors are on meta at once, and what is on meta is not initialised.
+
+    Args:
+        large: gets these tensors and what is made of them, each with the large tensor of which it is made.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    of_parameters = {torch.empty, torch.zeros}
+    tables = {torch.arange, torch.ones, torch.full, torch.linspace, torch.rand, torch.randn, torch.eye}
+
+    class OnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            given = (*args, *kwargs.values())
+            initialises = getattr(func, "__module__", None) in _INITIALISERS
+            if initialises and isinstance(given[0], torch.Tensor) and given[0].is_meta:
+                return given[0]
+            if func in of_parameters | tables and not any(kwargs.get(name) is not None for name in _GIVEN):
+                shape = func(*args, **{**kwargs, "device": "meta"})
+                if shape.nbytes > LARGE:
+                    large[shape] = shape if func in of_parameters else _refuse_buffer(shape)
+                    return shape
+            made = func(*args, **kwargs)
+            of = [large[tensor] for tensor in given if isinstance(tensor, torch.Tensor) and tensor in large]
+            if of and isinstance(made, torch.Tensor):
+                large[made] = of[0]
+            return made
+
+    return OnMeta()
 
 
 def _refuse_buffer(buffer: torch.Tensor) -> NoReturn:
@@ -116,36 +149,18 @@ def _refuse_buffer(buffer: torch.Tensor) -> NoReturn:
 
 
 @contextmanager
-def _no_buffers_of(large: list[torch.Tensor]) -> Iterator[None]:
-    """Runs its body so that buffers on meta are refused once there are large tensors, as they may be of these."""
+def _buffers_through(kept: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Runs its body so that a module that registers a buffer keeps what a function makes of it."""
     import torch
 
     register = torch.nn.Module.register_buffer
 
-    def register_small(
+    def register_kept(
         module: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
-        if tensor is not None and tensor.is_meta and large:
-            _refuse_buffer(large[-1])
-        register(module, name, tensor, persistent)
+        register(module, name, tensor if tensor is None else kept(tensor), persistent)
 
-    with replaced(torch.nn.Module, "register_buffer", register_small):
-        yield
-
-
-@contextmanager
-def _buffers_on_meta() -> Iterator[None]:
-    """Runs its body so that buffers are on the meta device from their registration on."""
-    import torch
-
-    register = torch.nn.Module.register_buffer
-
-    def register_on_meta(
-        module: torch.nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        register(module, name, tensor if tensor is None else tensor.to("meta"), persistent)
-
-    with replaced(torch.nn.Module, "register_buffer", register_on_meta):
+    with replaced(torch.nn.Module, "register_buffer", register_kept):
         yield
 
 
@@ -210,7 +225,7 @@ def build_definition(
     import transformers
 
     auto_class = getattr(transformers, objective.auto_class)
-    with init_empty_weights():
+    with seeded(0), init_empty_weights():  # what a class draws for its attributes and buffers, all ranks have
         try:
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         except ValueError as error:
@@ -325,8 +340,11 @@ def _follow_dtype(model: nn.Module) -> frozenset[str]:
     make = getattr(type(model), "_from_config", None)
     if not asked or make is None:
         return frozenset()
-    with torch.random.fork_rng(devices=[]), init_empty_weights():
-        other = make(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    with seeded(0), init_empty_weights():
+        try:
+            other = make(copy.deepcopy(model.config), dtype=torch.bfloat16)
+        except Exception:  # of whatever kind: a class that can't be made in it has none
+            return frozenset()
     made = dict(other.named_buffers())
     return frozenset(name for name in asked if name in made and made[name].dtype == torch.bfloat16)
 

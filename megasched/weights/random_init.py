@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.definition.code_state.random_states import seeded
 from megasched.definition.module_copy import copy_module
 from megasched.errors import CheckpointError, ConfigError
 from megasched.plan.placement import Placement
@@ -119,9 +120,7 @@ class RandomInit:
     def _initialised(self, name: str) -> torch.Tensor:
         """Computes the full parameter of that canonical name; float32, CPU."""
         source = self._sources[name]
-        with self._made_real(source) as real, torch.random.fork_rng(devices=[]), torch.no_grad():
-            # torch.manual_seed would seed the GPUs as well, which fork_rng does not bring back here.
-            torch.default_generator.manual_seed(parameter_seed(self._seed, name))
+        with self._made_real(source) as real, seeded(parameter_seed(self._seed, name)), torch.no_grad():
             for initialise, module in self._initialisers(source):
                 try:
                     initialise(module)

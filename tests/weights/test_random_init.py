@@ -2,16 +2,18 @@
 
 import hashlib
 import math
+import random
 import re
 import weakref
 from collections import defaultdict
 
+import numpy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_tie_weights
 
-from megasched.definition.build import build_definition
+from megasched.definition.build import build_definition, init_empty_weights
 from megasched.errors import CheckpointError, ConfigError
 from megasched.plan.placement import Placement
 from megasched.weights.random_init import RandomInit
@@ -57,6 +59,23 @@ def test_equals_a_full_pass_of_hf_bit_for_bit(config, definition):
         # In all nine families the source of a tie is named first.
         assert name not in tied.values()
         assert torch.equal(value, expected(model, name, name)), name
+
+
+def test_initialisations_by_numpy_and_python_are_the_same_on_every_rank():
+    """Their generators begin with other states in each process."""
+
+    def by_others(module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = torch.from_numpy(numpy.random.rand(*module.weight.shape)) + random.random()
+
+    with init_empty_weights():
+        model = torch.nn.Linear(3, 2, bias=False)
+    drawn = []
+    for seed in range(2):
+        numpy.random.seed(seed)
+        random.seed(seed)
+        drawn.append(everything(model, RandomInit(model, SEED, by_others))["weight"])
+    assert torch.equal(*drawn)
 
 
 def test_statistics_are_those_of_from_config(config, definition):

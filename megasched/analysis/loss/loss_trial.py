@@ -182,7 +182,7 @@ def _handed_out(probe: nn.Module, outputs: list[tuple[str, Any]], leaves: list[t
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         leaves.append(torch.randn(tensor.shape, generator=generator).to(tensor.dtype).requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # the code around may write to it, which a leaf does not take
 
     def handing_out(path: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from megasched.analysis.notes.python_state import Spot, State, is_looked_into
-from megasched.analysis.recording.chance import python_random_states, set_python_random_states
 from megasched.definition.code_state.holder import Holder, items_of
+from megasched.definition.code_state.random_states import python_random_states, set_python_random_states
 from megasched.definition.module_copy import filled_cells
 
 # Packages for training. They keep state in objects that belong together, some of them outside of modules:

@@ -31,19 +31,6 @@ class PythonDraws:
         return before != self._states
 
 
-def python_random_states() -> tuple[Any, Any]:
-    """Returns the states of Python's global generator and numpy's, to be restored later."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def set_python_random_states(states: tuple[Any, Any]) -> None:
-    """Restores states that ``python_random_states`` returned."""
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-
-
 def _states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:

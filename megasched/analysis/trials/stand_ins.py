@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
+from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, tensors_in, to_meta
 from megasched.analysis.recording.stock import all_stock
 from megasched.analysis.trials.later_calls import Done, differing, traced_call
 from megasched.analysis.trials.object_keys import table_of_objects
@@ -30,11 +30,12 @@ from megasched.definition.module_copy import transfer_hooks
 from megasched.definition.undisturbed import undisturbed
 from megasched.errors import Problem, ScheduleError
 
+_FILLED = ("_parameters", "_buffers", "_modules")
 _REMEDY = "have the code reach its modules and parameters by the names of attributes, and not go by their classes"
 
 
-# Identity of a parameter -> its name, and itself, as no other tensor may get that identity.
-type _Gone = dict[int, tuple[str, torch.Tensor]]
+# Identity of a tensor -> the problem with code that reads it, and itself, as no other may get that identity.
+type _Gone = dict[int, tuple[Problem, torch.Tensor]]
 # What a call has done; or the problem with code that does what no trial can follow.
 type Trace = list[Done] | Problem
 
@@ -45,7 +46,8 @@ def trace_unaltered(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
     Args:
         inputs: arguments of its forward in a trial.
     """
-    return _traced(meta_copy(model), to_meta(dict(inputs)), _names(model))
+    probe = meta_copy(model)
+    return _traced(probe, to_meta(dict(inputs)), _names(model) | _without_values(probe))
 
 
 def why_seen(
@@ -167,9 +169,8 @@ def _traced(probe: nn.Module, inputs: Mapping[str, Any], gone: _Gone) -> Trace:
 def _refuse_gone(gone: _Gone, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         if id(tensor) in gone:
-            name, _ = gone[id(tensor)]
-            what = f"its code holds {name} elsewhere than at its name, and a run has another tensor there"
-            raise ScheduleError(Problem(what, name.rpartition(".")[0], remedy=_REMEDY))
+            problem, _ = gone[id(tensor)]
+            raise ScheduleError(problem)
 
 
 class _Alterations(TorchFunctionMode):
@@ -213,7 +214,26 @@ class _SizesRead(TorchFunctionMode):
 
 
 def _names(model: nn.Module) -> _Gone:
-    return {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+    gone: _Gone = {}
+    for name, parameter in model.named_parameters():
+        what = f"its code holds {name} elsewhere than at its name, and a run has another tensor there"
+        gone[id(parameter)] = Problem(what, name.rpartition(".")[0], remedy=_REMEDY), parameter
+    return gone
+
+
+def _without_values(probe: nn.Module) -> _Gone:
+    """Returns the tensors in attributes of a model, before it runs, that are on meta and stay there."""
+    filled = {id(tensor) for tensor in (*probe.parameters(), *probe.buffers())}
+    gone: _Gone = {}
+    for path, module in probe.named_modules():
+        held = {name: value for name, value in vars(module).items() if name not in _FILLED}
+        for name, value in held.items():
+            what = f"its code reads {name}, a tensor that its class makes of weights, which have no values then"
+            remedy = "make it in the forward, or of no weights; one above 1 GiB is always made without values"
+            for tensor in tensors_in(value):
+                if tensor.is_meta and id(tensor) not in filled:
+                    gone[id(tensor)] = Problem(what, path, remedy=remedy), tensor
+    return gone
 
 
 class StandIn(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from megasched.analysis.notes.restorable_state import OTHERS, package_of
-from megasched.analysis.recording.chance import python_random_states, set_python_random_states
 from megasched.definition.code_state.code_state import CodeState
+from megasched.definition.code_state.random_states import python_random_states, set_python_random_states
 from megasched.errors import Problem, ScheduleError
 
 # Of the others' modules its routers know nothing of recompute: they count in buffers wherever gradients are on,

@@ -52,6 +52,15 @@ class ByHand(Llama):
         return shifted(logits, labels)
 
 
+class WritesToOutputs(Llama):
+    """In place, as code may do with what a module has just given it."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state.mul_(0.5)
+        logits = self.lm_head(hidden).div_(2)
+        return self.made(logits, None if labels is None else shifted(logits, labels))
+
+
 class OfTheSamePlaces(Llama):
     """As decoders of encoder-decoders have it: labels are shifted by whoever makes them."""
 
@@ -291,7 +300,17 @@ def found(cls):
     return layer_stack_of(made(cls)).loss
 
 
-SAME = [LlamaForCausalLM, Llama, AddsOfLogits, AddsOfHidden, Capped, TiedByFunction, AddsOfWeights, ByHand]
+SAME = [
+    LlamaForCausalLM,
+    Llama,
+    AddsOfLogits,
+    AddsOfHidden,
+    Capped,
+    TiedByFunction,
+    AddsOfWeights,
+    ByHand,
+    WritesToOutputs,
+]
 
 
 @pytest.mark.parametrize("cls", [*SAME, OfTheSamePlaces, NoLoss])

@@ -86,6 +86,11 @@ SEEN = {
         lambda self: setattr(self, "all", [self.inner.weight]),
         "holds inner.weight elsewhere",
     ),
+    "a tensor made of a weight": (
+        lambda self, x: self.inner(x) * self.all["scale"],
+        lambda self: setattr(self, "all", {"scale": self.inner.weight.detach().mean()}),
+        "reads all, a tensor that its class makes of weights",
+    ),
     "a weak reference": (
         lambda self, x: nn.functional.linear(x, self.other().weight),
         lambda self: setattr(self, "other", weakref.ref(self.inner)),
