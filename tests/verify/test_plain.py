@@ -1,14 +1,17 @@
 """The plain reference: a process that can't import what it judges, and what it computes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megasched.definition.small_models.small_models import small_config, write_small_model
 from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, make_batches
 from megasched.verify.plain.runs import OPTIMIZER, PlainError, PlainModel
+from tests import remote
 
 ONE = ParallelDims()
 
@@ -63,6 +66,37 @@ class MyConfig(LlamaConfig):
 class My(LlamaForCausalLM):
     config_class = MyConfig
 """
+
+
+TABLES = """
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
+        self.register_buffer("order", torch.tensor([1, 0]), persistent=False)
+        self.register_buffer("flags", torch.tensor([True, False]), persistent=False)
+        self.post_init()
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.scale[self.order][self.flags]
+        return output
+"""
+
+
+def test_buffers_that_a_constructor_computes(ranks, tmp_path):
+    """``from_pretrained`` makes them on meta, and leaves them whatever its memory holds."""
+    folder = remote.write_whole(tmp_path / "model", TABLES)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    model.save_pretrained(folder)
+    batches = make_batches(config, ONE)
+    run = ranks.plain.run(replace(plain(folder), trust_remote_code=True), batches, look=(0, 0))
+    with torch.no_grad():
+        expected = model(input_ids=batches.inputs["input_ids"][0, 0]).logits
+    torch.testing.assert_close(run.logits[0][0], expected)
 
 
 @pytest.mark.parametrize("module", ["megasched", "megatron.core"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def load_model(job: Job, folder: Path) -> Any:
         config._attn_implementation = None
     options = {"config": config, "dtype": dtype, "trust_remote_code": job.trust_remote_code}
     auto_class = getattr(transformers, job.auto_class)
-    model, info = auto_class.from_pretrained(job.model, output_loading_info=True, **options)
+    with unfilled_memory_told():
+        model, info = auto_class.from_pretrained(job.model, output_loading_info=True, **options)
+    compute_buffers(model, auto_class, options)
     freeze_as_made(model, auto_class, options)
     if job.weights is not None:
         copy_weights(model, load_file(job.weights))
@@ -80,6 +83,39 @@ def without_cache(model: Any) -> None:
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
+
+
+@contextmanager
+def unfilled_memory_told() -> Iterator[None]:
+    """Runs its body with torch filling new memory: with NaN, the largest integer, or True."""
+    before, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def compute_buffers(model: Any, auto_class: Any, options: dict[str, Any]) -> None:
+    """Gives buffers that transformers left unfilled the values that the constructor computes.
+
+    It makes a model on meta, and then fills what files have and what ``_init_weights`` initialises; a table that a
+    constructor computes has no values (modeling_utils.py, ``_move_missing_keys_from_meta_to_device``).
+    """
+    left = {name: buffer for name, buffer in model.named_buffers() if is_unfilled(buffer)}
+    made = dict(auto_class.from_config(**options).named_buffers()) if left else {}
+    for name, buffer in left.items():
+        buffer.copy_(made[name])
+
+
+def is_unfilled(buffer: torch.Tensor) -> bool:
+    """Returns whether a buffer is as ``unfilled_memory_told`` fills it; one of flags may be meant to be so."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.to(torch.complex64).isnan().all())
+    return bool((buffer == (True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max)).all())
 
 
 def freeze_as_made(model: Any, auto_class: Any, options: dict[str, Any]) -> None:
