@@ -18,9 +18,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition.build import text_config
+from megasched.definition.build import init_empty_weights, text_config
+from megasched.definition.code_state.random_states import seeded
 from megasched.definition.objectives import CAUSAL_LM, Objective
-from megasched.errors import ConfigError
+from megasched.errors import ConfigError, MegaschedError
 from megasched.language.lora import is_linear_class
 from megasched.trainer.flags.model_sizes import (
     EXPERTS_PER_TOKEN,
@@ -92,15 +93,21 @@ def heads_for_tp(sizes: dict[str, SourcedValue], tp: int) -> dict[str, SourcedVa
 def build_on_meta(
     config: PretrainedConfig, objective: Objective = CAUSAL_LM, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Builds the definition with parameters and buffers on the meta device, for its structure alone."""
+    """Builds the definition with parameters and buffers on the meta device, for its structure alone.
+
+    Other tensors are real, as in ``build_definition``: constructors ask for their values, as for rates by layer.
+    """
     import torch
     import transformers
 
     auto_class = getattr(transformers, objective.auto_class)
     try:
-        with torch.device("meta"):
-            return auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, AttributeError, KeyError, ImportError, AssertionError) as error:
+        with seeded(0), init_empty_weights(include_buffers=True):
+            options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+            return auto_class.from_config(copy.deepcopy(config), **options)
+    except MegaschedError:
+        raise
+    except Exception as error:  # of whatever kind, of the class's own code
         raise ConfigError(
             f"transformers can't build a {objective.model} from this {type(config).__name__}: {error}"
         ) from error

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig, SwinConfig
 
+from megasched.definition.build import load_config
 from megasched.definition.objectives import IMAGE_CLASSIFICATION
 from megasched.errors import ConfigError
 from megasched.trainer.flags.model_shape import derive, heads_for_tp
 from megasched.trainer.flags.model_sizes import SourcedValue
+from tests import remote
 from tests.trainer.flags.models import GPT2, SMALL, config
 
 # What all of the Llama kind made from SMALL share.
@@ -291,3 +294,21 @@ def test_layers_of_several_sizes_are_refused() -> None:
 def test_a_model_that_transformers_can_not_build_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="can't build a causal language model from this T5Config"):
         derive(config("t5"))
+
+
+RATES = """
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rates = [rate.item() for rate in torch.linspace(0.5, 1.0, config.num_hidden_layers)]
+        self.register_buffer("basis", torch.linalg.qr(torch.ones(3, 3))[0], persistent=False)
+        self.post_init()
+"""
+
+
+def test_a_constructor_that_asks_for_values(tmp_path: Path) -> None:
+    folder = remote.write_whole(tmp_path / "model", RATES)
+    config = load_config(folder, trust_remote_code=True)
+    assert derive(config, trust_remote_code=True)["num_layers"].value == config.num_hidden_layers
