@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import MixtralForCausalLM
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from megasched import create_schedule
@@ -31,17 +32,20 @@ def on_meta(model_type: str):
 
 @pytest.mark.parametrize(
     ("model_type", "layers"),
-    [("mixtral", 4), ("qwen3_moe", 4), ("olmoe", 4), ("deepseek_v3", 3), ("gpt_oss", 4), ("qwen2_moe", 4)],
+    [
+        *(("mixtral", 4), ("qwen3_moe", 4), ("olmoe", 4), ("deepseek_v3", 3), ("gpt_oss", 4), ("qwen2_moe", 4)),
+        ("llama4_text", 4),
+    ],
 )
 def test_found_in_every_layer_that_has_them(model_type, layers):
     found = find_experts(on_meta(model_type))
     assert list(found.values()) == [4] * layers
-    assert all(path.endswith(".mlp.experts") for path in found)
+    assert all(path.endswith((".mlp.experts", ".feed_forward.experts")) for path in found)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "llama4_text", "jetmoe"])
+@pytest.mark.parametrize("model_type", ["llama", "jetmoe"])
 def test_not_found_where_there_are_none_of_that_form(model_type):
-    """Llama 4's and JetMoE's experts are called otherwise."""
+    """JetMoE's experts are called otherwise."""
     assert find_experts(on_meta(model_type)) == {}
 
 
@@ -50,6 +54,22 @@ def test_a_parameter_that_all_experts_share_excludes_a_module():
     model.model.layers[1].mlp.experts.norm = nn.LayerNorm(4, device="meta")
     model.model.layers[2].mlp.experts.scale = nn.Parameter(torch.empty(3, device="meta"))
     assert list(find_experts(model)) == ["model.layers.0.mlp.experts", "model.layers.3.mlp.experts"]
+
+
+class Mixing(Llama4TextExperts):
+    """Adds to each expert's rows what the one before makes of its own."""
+
+    def forward(self, hidden_states):
+        rows = super().forward(hidden_states)
+        return rows + rows.roll(rows.shape[0] // self.num_experts, dims=0)
+
+
+def test_batched_experts_that_mix_their_rows_stay_whole():
+    model = on_meta("llama4_text")
+    experts = model.model.layers[1].feed_forward.experts
+    experts.__class__ = Mixing
+    assert list(not_apart(model)) == ["model.layers.1.feed_forward.experts"]
+    assert "model.layers.1.feed_forward.experts" not in find_experts(model)
 
 
 class Keeping(MixtralExperts):
@@ -85,7 +105,7 @@ def planned(model_type: str, layout: ParallelDims, schedule=default_schedule):
 
 def test_auto_shares_out_every_parameter_of_the_experts():
     plan = planned("gpt_oss", ParallelDims(expert_model_parallel_size=2, data_parallel_size=2))
-    assert plan.experts == {f"model.layers.{index}.mlp.experts" for index in range(4)}
+    assert plan.experts == {f"model.layers.{index}.mlp.experts": 1 for index in range(4)}
     shared = {name: plan.local_shape(p) for name, p in plan.placements.items() if p.group == "ep"}
     assert len(shared) == 16
     layer = "model.layers.0.mlp.experts."

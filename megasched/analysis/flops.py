@@ -9,8 +9,9 @@ one count one token each, because token values decide which of them are called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,15 +49,18 @@ def forward_flops(tape: Tape, layers: Sequence[str] = ()) -> ForwardFlops:
         tape: tape of a definition; the count is for the length of its sequences.
         layers: paths of the layers.
     """
-    reader = _FlopCount({path for path, module in tape.model.named_modules() if has_form(module)}, layers)
+    modules = dict(tape.model.named_modules())
+    mixtures = {path: modules[path.rpartition(".")[0]] for path, module in modules.items() if has_form(module)}
+    reader = _FlopCount(mixtures, layers)
     tape.read(reader)
     reader.flops.after = reader.outside
     return reader.flops
 
 
 class _FlopCount(TapeReader):
-    def __init__(self, experts: set[str], layers: Sequence[str]) -> None:
-        self.experts = experts
+    def __init__(self, mixtures: Mapping[str, nn.Module], layers: Sequence[str]) -> None:
+        """Takes the path of each module of experts -> the module around it."""
+        self.mixtures = mixtures
         self.flops = ForwardFlops(layers=[0.0] * len(layers))
         self.numbers = {path: number for number, path in enumerate(layers)}
         self.counted = 0  # calls that have been counted as a whole, and have not ended
@@ -80,12 +84,14 @@ class _FlopCount(TapeReader):
     def enter(self, call: Call) -> None:
         if call.path in self.numbers:
             self._begin(self.numbers[call.path])
-        if call.path in self.experts:
-            self._count(_of_experts(call.module, tensors_in((call.args, call.kwargs))[1]))
+        if call.path in self.mixtures:
+            tokens, *routing = tensors_in((call.args, call.kwargs))
+            pairs = routing[0].numel() if routing else _pairs(call.module, self.mixtures[call.path], tokens)
+            self._count(_of_experts(call.module, pairs))
             self.counted += 1
 
     def leave(self, call: Call) -> None:
-        self.counted -= call.path in self.experts
+        self.counted -= call.path in self.mixtures
         if call.path in self.numbers:
             self.running = None
 
@@ -116,7 +122,15 @@ class _FlopCount(TapeReader):
         self.counted -= 1
 
 
-def _of_experts(module: nn.Module, chosen: torch.Tensor) -> float:
-    """Returns the FLOPs of all tokens in the experts [t, k] that were chosen for them."""
+def _pairs(experts: Any, mixture: nn.Module, rows: torch.Tensor) -> int:
+    """Returns how many of the rows of batched experts are of tokens for which their expert was chosen.
+
+    The others are zeros. All count where the mixture does not say how many experts a token has.
+    """
+    return rows.shape[0] // experts.num_experts * getattr(mixture, "top_k", experts.num_experts)
+
+
+def _of_experts(module: nn.Module, pairs: int) -> float:
+    """Returns the FLOPs of that many pairs of a token and an expert of its own."""
     weights = sum(p.numel() // p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
-    return 2.0 * chosen.numel() * weights
+    return 2.0 * pairs * weights

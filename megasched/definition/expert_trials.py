@@ -3,7 +3,7 @@
 Under expert parallelism each rank computes some of the experts on the tokens that were sent to them, each pair of
 a token and an expert separately, and the results are added up; under context parallelism a module gets some of the
 tokens. Code may break this: drop tokens beyond a capacity, normalise the weights of a token's experts, add
-something once.
+something once. Batched experts, each of which gets as many rows, may mix these.
 """
 
 from __future__ import annotations
@@ -26,27 +26,36 @@ _MANY = 600  # tokens of one expert, more than a capacity leaves room for
 _TRIED: dict[Any, str] = {}
 
 
-def why_not_apart(module: nn.Module) -> str:
-    """Returns why the experts of a module in HF's form can't be computed separately; empty if they can.
+def why_not_apart(module: nn.Module, *, batched: bool) -> str:
+    """Returns why the experts of a module can't be computed separately; empty if they can.
 
-    See ``experts.has_form`` for the form.
+    See ``experts.has_form`` and ``experts.is_batched`` for the two forms.
     """
-    return _why_not_as(module, _apart)
+    return _why_not_as(module, _batches_apart if batched else _apart, _batches if batched else _routed)
 
 
 def computes_as(module: nn.Module, function: Callable[..., torch.Tensor]) -> bool:
     """Returns whether a function of a module in HF's form and its arguments computes what the module does."""
-    return not _why_not_as(module, function)
+    return not _why_not_as(module, function, _routed)
 
 
-def _why_not_as(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
+def _why_not_as(module: nn.Module, other: Callable[..., torch.Tensor], inputs: Callable[..., Any]) -> str:
     state = tree_state(module)
     implementation = getattr(getattr(module, "config", None), EXPERTS, None)
     key = None if state is None else (state, implementation, other)
-    return tried_once(_TRIED, key, partial(_tried, module, other))
+    return tried_once(_TRIED, key, partial(_tried, module, other, inputs))
 
 
-def _tried(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
+def _tried(
+    module: nn.Module,
+    other: Callable[..., torch.Tensor],
+    inputs: Callable[[Any], Iterator[tuple[bool, list[torch.Tensor]]]],
+) -> str:
+    """Returns why the module and the other function compute other numbers.
+
+    Args:
+        inputs: yields cases for the small copy: the training flag, and what it is called with.
+    """
     import torch
 
     from megasched.definition.undisturbed import undisturbed
@@ -56,9 +65,9 @@ def _tried(module: nn.Module, other: Callable[..., torch.Tensor]) -> str:
     # A plan must not change what a run draws.
     with undisturbed(module), real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         small = _small(module)
-        for training, scale, index in _cases(small.num_experts):
+        for training, given in inputs(small):
             vars(small)["training"] = training
-            reason = _why_not(small, other, scale, index)
+            reason = _why_not(small, other, given)
             if reason:
                 return reason
     return ""
@@ -120,20 +129,37 @@ def _cases(experts: int) -> Iterator[tuple[bool, float, torch.Tensor]]:
     yield False, 1.0, scattered
 
 
-def _why_not(small: Any, other: Callable[..., torch.Tensor], scale: float, index: torch.Tensor) -> str:
+def _routed(small: Any) -> Iterator[tuple[bool, list[torch.Tensor]]]:
+    """Yields tokens, the experts of each, and the weights of these, which add up to anything."""
     import torch
 
-    generator = torch.Generator().manual_seed(1)
-    width = _width(small)
-    hidden = scale * torch.randn(index.shape[0], width, generator=generator, dtype=torch.float32)
-    weights = 0.2 + torch.rand(index.shape, generator=generator, dtype=torch.float32)  # they add up to anything
-    sources = [hidden.requires_grad_(), weights.requires_grad_()]
+    for training, scale, index in _cases(small.num_experts):
+        generator = torch.Generator().manual_seed(1)
+        hidden = scale * torch.randn(index.shape[0], _width(small), generator=generator, dtype=torch.float32)
+        weights = 0.2 + torch.rand(index.shape, generator=generator, dtype=torch.float32)
+        yield training, [hidden.requires_grad_(), index, weights.requires_grad_()]
+
+
+def _batches(small: Any) -> Iterator[tuple[bool, list[torch.Tensor]]]:
+    """Yields rows [experts * t, h]: as many for each expert, one after the other."""
+    import torch
+
+    for training, scale, tokens in (*((True, scale, 5) for scale in _SCALES), (True, 1.0, _MANY), (False, 1.0, 1)):
+        generator = torch.Generator().manual_seed(1)
+        shape = (small.num_experts * tokens, _width(small))
+        yield training, [(scale * torch.randn(shape, generator=generator, dtype=torch.float32)).requires_grad_()]
+
+
+def _why_not(small: Any, other: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> str:
+    import torch
+
+    sources = [tensor for tensor in given if tensor.requires_grad]
     sources += [held for held in small._parameters.values() if held is not None]
     try:
-        whole = small.forward(hidden, index, weights)
-        if not isinstance(whole, torch.Tensor) or whole.shape != hidden.shape:
+        whole = small.forward(*given)
+        if not isinstance(whole, torch.Tensor) or whole.shape != given[0].shape:
             return "it returns something else than a hidden state of each token"
-        apart = other(small, hidden, index, weights)
+        apart = other(small, *given)
         found, expected = (
             [torch.zeros_like(of) if one is None else one for one, of in zip(made, sources, strict=True)]
             for made in (gradients_of(apart, sources), gradients_of(whole, sources))
@@ -147,8 +173,17 @@ def _why_not(small: Any, other: Callable[..., torch.Tensor], scale: float, index
 
 def _width(small: Any) -> int:
     """Returns the hidden size of a token, read from the first matrices of experts."""
-    matrices = next(held for held in small._parameters.values() if held is not None and held.dim() == 3)
-    return matrices.shape[1 if small.is_transposed else 2]
+    return next(_matrices(small)).shape[1 if is_transposed(small) else 2]
+
+
+def is_transposed(module: Any) -> bool:
+    """Returns whether the matrices of experts are stored as [experts, in, out], by HF's form or their shapes."""
+    first, *_, last = [next(_matrices(module)), *_matrices(module)]
+    return getattr(module, "is_transposed", first.shape[1] == last.shape[2])
+
+
+def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (held for held in module._parameters.values() if held is not None and held.dim() == 3)
 
 
 def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -159,9 +194,7 @@ def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch
     pairs = torch.arange(tokens * choices)
     whole = hidden.new_zeros(tokens * choices, hidden.shape[1])
     for first, end in _halves(small.num_experts):
-        part = copy.copy(small)
-        held = {name: one if one is None else one[first:end] for name, one in small._parameters.items()}
-        part.__dict__ = {**vars(small), "_parameters": held, "num_experts": end - first}
+        part = _some(small, first, end)
         for begin, stop in _halves(tokens):
             own = pairs[begin * choices : stop * choices]
             chosen = index.flatten()[own]
@@ -171,6 +204,26 @@ def _apart(small: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch
                 results = part.forward(hidden[own // choices], local[:, None], weights.flatten()[own][:, None])
                 whole = whole.index_add(0, own, results)
     return whole.view(tokens, choices, -1).sum(dim=1)
+
+
+def _batches_apart(small: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the results of each half of the experts on each half of their rows."""
+    import torch
+
+    batches, whole = rows.view(small.num_experts, -1, rows.shape[-1]), []
+    for first, end in _halves(small.num_experts):
+        part = _some(small, first, end)
+        parts = (batches[first:end, begin:stop] for begin, stop in _halves(batches.shape[1]))
+        whole.append(torch.cat([part.forward(x.flatten(0, 1)).view_as(x) for x in parts], dim=1))
+    return torch.cat(whole).flatten(0, 1)
+
+
+def _some(small: Any, first: int, end: int) -> Any:
+    """Returns a copy with these experts alone."""
+    part = copy.copy(small)
+    held = {name: one if one is None else one[first:end] for name, one in small._parameters.items()}
+    part.__dict__ = {**vars(small), "_parameters": held, "num_experts": end - first}
+    return part
 
 
 def _halves(count: int) -> list[tuple[int, int]]:

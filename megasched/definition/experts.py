@@ -2,8 +2,10 @@
 
 transformers gives such a class one form (``use_experts_implementation`` in transformers/integrations/moe.py): it
 counts ``num_experts``, each parameter has an entry per expert along its first axis, and it is called with tokens
-[t, h], their experts [t, k] and the weights of these [t, k]. Modules are recognised by that form, not by name;
-a numeric trial then shows whether their experts can be computed separately (``expert_trials.py``).
+[t, h], their experts [t, k] and the weights of these [t, k]. Llama 4's are batched: they are called with rows
+[experts * t, h], all tokens for each expert in turn, those that it is not to see multiplied by zero. Modules are
+recognised by that form, not by name; a numeric trial then shows whether their experts can be computed separately
+(``expert_trials.py``).
 """
 
 from __future__ import annotations
@@ -11,22 +13,22 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition.expert_trials import why_not_apart
+from megasched.definition import expert_trials
 
 if TYPE_CHECKING:
     from torch import nn
 
 # What the decorator leaves on every instance, in all supported versions.
 MARKER = "is_transposed"
-# tokens, experts of each, weights of these
-ARGUMENTS = 3
+# rows alone, of batched experts; or tokens, experts of each, weights of these
+_BATCHED, _ROUTED = 1, 3
 
 
 def has_form(module: nn.Module) -> bool:
-    """Returns whether a module has the form of HF's experts, whatever it computes."""
+    """Returns whether a module has one of the two forms of HF's experts, whatever it computes."""
     own: Any = dict(module.named_parameters(recurse=False))
     count = getattr(module, "num_experts", None)
-    if not hasattr(module, MARKER) or not own or not isinstance(count, int):
+    if not own or not isinstance(count, int):
         return False
     shared = any(True for child in module.children() for _ in child.parameters())
     arguments = inspect.signature(type(module).forward).parameters
@@ -34,8 +36,18 @@ def has_form(module: nn.Module) -> bool:
         not shared
         and all(parameter.shape[0] == count for parameter in own.values())
         and any(parameter.dim() == 3 for parameter in own.values())
-        and len(arguments) == 1 + ARGUMENTS
+        and len(arguments) == 1 + (_BATCHED if is_batched(module) else _ROUTED)
     )
+
+
+def is_batched(module: nn.Module) -> bool:
+    """Returns whether experts have the form in which each gets as many rows, as Llama 4's do, or no form."""
+    return not hasattr(module, MARKER)
+
+
+def why_not_apart(module: nn.Module) -> str:
+    """Returns why experts can't be computed separately; empty if they can."""
+    return expert_trials.why_not_apart(module, batched=is_batched(module))
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -61,9 +61,12 @@ class MoeSpec:
         router: module with the router's ``weight`` [experts, h].
         experts: module in HF's form of experts (``megasched.definition.experts``): ``gate_up_proj``
             [experts, 2 f, h], or ``up_proj`` [experts, f, h] without gates, and ``down_proj`` [experts, h, f]. Its
-            parent is the whole mixture, which maps [b, s, h] to [b, s, h].
+            parent is the whole mixture, which maps [b, s, h] to the same shape, or ``flat``.
         expert: computation of each expert, and of the shared one, which has no biases.
+        flat: the mixture returns [b * s, h].
         with_scores: the mixture returns a tuple of its output and the router's scores, which nobody reads.
+        weighted_inputs: the weight of an expert multiplies its input, not its output; Megatron does that where a
+            token has one expert.
         top_k: number of experts of each token.
         normalized: the weights of a token's experts are normalised to a sum of one; otherwise they are the scores.
             Those of sigmoids always are if a token has more than one expert.
@@ -94,6 +97,8 @@ class MoeSpec:
     shared_gate: str = ""
     expert: ExpertSpec = ExpertSpec()
     with_scores: bool = False
+    flat: bool = False
+    weighted_inputs: bool = False
 
     @property
     def module(self) -> str:

@@ -3,7 +3,8 @@
 HF's router decides, HF's experts compute, and Megatron's all-to-all collectives transfer. Megatron's own
 ``MoEAlltoAllTokenDispatcher`` takes a map [tokens, experts] instead of the routing (megatron/core/transformer/moe/
 token_dispatcher.py), which loses the order of a token's experts and adds its results up in another order; this
-module keeps every pair separate until it is back, and sums a token's pairs in HF's order.
+module keeps every pair separate until it is back, and sums a token's pairs in HF's order. Each of batched experts
+gets all tokens, which travel to all ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
+from megasched.definition.experts import is_batched
 from megasched.language.tensor_types import INVARIANT, REPLICATE, TpType
 from megasched.layers.build_context import BuildContext
 from megasched.layers.fused.pairs import by_expert, in_order
 from megasched.layers.linear import make_parameter
 from megasched.layers.wrap import Forward, wrap_forward
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Maps tokens [t, h], their experts [t, k] and the weights of these [t, k] to [t, h]; of batched experts, each
+# token's rows [t, experts * h] to the same shape.
+Experts = Callable[..., torch.Tensor]
 
 
 def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
@@ -47,14 +51,17 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     # Where the TP ranks have the same tokens, each sends its share of them: each pair is computed once.
     tp_type = plan.tp_facts.experts.get(path, INVARIANT)
     same = context.size > 1 and tp_type in (INVARIANT, REPLICATE)
-    signature = inspect.signature(type(module).forward)
+    signature, batched = inspect.signature(type(module).forward), is_batched(module)
 
     def dispatched(forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dispatch = partial(_dispatch, forward, total, group)
+        dispatch = partial(_dispatch_batches if batched else _dispatch, forward, total, group)
         if same:
             dispatch = partial(_share_tokens, dispatch, tp_type, context.group)
-        hidden, index, weights = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
-        flat = (hidden.reshape(-1, hidden.shape[-1]), *(x.reshape(-1, x.shape[-1]) for x in (index, weights)))
+        hidden, *routing = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+        if batched:
+            tokens = hidden.unflatten(0, (total, -1)).transpose(0, 1)
+            return dispatch(tokens.flatten(1)).view_as(tokens).transpose(0, 1).reshape(hidden.shape)
+        flat = (x.reshape(-1, x.shape[-1]) for x in (hidden, *routing))
         return dispatch(*flat).view_as(hidden)
 
     wrap_forward(module, dispatched, node="experts")
@@ -101,6 +108,39 @@ def _dispatch(
     return pairs.collect(exchange.back(results)).to(hidden.dtype)
 
 
+def _dispatch_batches(experts: Experts, total: int, group: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the output of all batched experts for this rank's tokens.
+
+    Args:
+        experts: the definition's forward, of this rank's experts alone; it takes rows [experts * t, h].
+        total: number of experts of all EP ranks.
+        tokens: [t, total * h], each token's row for each expert.
+
+    Returns:
+        [t, total * h].
+    """
+    size, count = group.size(), tokens.shape[0]
+    counts = tokens_of_ranks(count, group, tokens.device)
+    exchange = Exchange(group, [count] * size, counts)
+    to_ranks = tokens.view(count, size, -1).transpose(0, 1).flatten(0, 1)  # ranks hold consecutive experts
+    rows = exchange.there(to_ranks).view(sum(counts), total // size, -1).transpose(0, 1)
+    results = experts(rows.flatten(0, 1)).view_as(rows).transpose(0, 1).flatten(1)
+    return exchange.back(results).view(size, count, -1).transpose(0, 1).flatten(1)
+
+
+def tokens_of_ranks(count: int, group: Any, device: torch.device) -> list[int]:
+    """Returns how many tokens each EP rank has; ranks may have batches of other sizes."""
+    counts = torch.full((group.size(),), count, device=device)
+    received = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(received, counts, group=group)
+    return received.tolist()
+
+
+def as_many_tokens(count: int, group: Any, device: torch.device) -> list[int]:
+    """Returns the same for tensors without values, as if all ranks had as many."""
+    return [count] * group.size()
+
+
 def routed(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchange, torch.Tensor]:
     """Returns how many pairs go where, and the local expert of each pair that this rank receives.
 
@@ -144,8 +184,7 @@ def _share_tokens(
     tp_type: TpType,
     group: Any,
     hidden: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
+    *routing: torch.Tensor,
 ) -> torch.Tensor:
     """Runs ``dispatch`` on this TP rank's share of tokens that all TP ranks have, and gathers the results.
 
@@ -154,7 +193,7 @@ def _share_tokens(
             ``P``: each has a part of both.
     """
     tokens, size = hidden.shape[0], group.size()
-    padded = [F.pad(x, (0, 0, 0, -tokens % size)) for x in (hidden, index, weights)]
+    padded = [F.pad(x, (0, 0, 0, -tokens % size)) for x in (hidden, *routing)]
     if tp_type == INVARIANT:
         own = [scatter_to_sequence_parallel_region(x, group=group) for x in padded]
     else:

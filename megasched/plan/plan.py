@@ -28,7 +28,8 @@ class Plan:
         records: the schedule's calls; those on modules that replacements put inside of others are on these there.
         roles: facts of an adapter about the model's modules, by the paths where they stand after replacements.
         cuts: module path -> column, row, vocab or features.
-        experts: paths of modules of experts (``megasched.definition.experts``) that are shared out over EP.
+        experts: path of a module of experts (``megasched.definition.experts``) that is shared out over EP -> how
+            many rows it takes of each token: one for each expert of batched ones, otherwise 1.
         replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
             replicated; such a projection stays whole.
         left_whole: linears and embeddings that the schedule shards and that stay whole -> why.
@@ -56,7 +57,7 @@ class Plan:
     records: tuple[Record, ...]
     roles: Roles = field(default_factory=Roles)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    experts: frozenset[str] = frozenset()
+    experts: Mapping[str, int] = field(default_factory=dict)
     replicated_heads: Mapping[str, ReplicatedHeads] = field(default_factory=dict)
     left_whole: Mapping[str, Declined] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)

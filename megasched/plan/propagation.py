@@ -170,7 +170,8 @@ def _experts_read_elsewhere(plan: Plan) -> list[Problem]:
     """Returns a problem for each module of shared-out experts whose weights other code reads as a whole."""
     read = plan.tp_facts.read_elsewhere
     remedy = "leave --expert-model-parallel-size at 1"
-    return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in sorted(plan.experts & read.keys())]
+    experts = sorted(plan.experts.keys() & read.keys())
+    return [Problem(_why_whole(read[path]), path, remedy=remedy) for path in experts]
 
 
 def _unproven_sizes(plan: Plan, runs: AnalysisCache, assume: TpAssumptions) -> set[str]:

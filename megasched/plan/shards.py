@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from megasched.definition.embeddings import looks_up
-from megasched.definition.expert_trials import why_not_apart
-from megasched.definition.experts import has_form
+from megasched.definition.experts import has_form, is_batched, why_not_apart
 from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Declined, Problem, indivisible
@@ -36,7 +35,7 @@ class _Decided:
     placements: dict[str, Placement]
     weights: Mapping[str, Record]
     cuts: dict[str, Cut] = field(default_factory=dict)
-    experts: set[str] = field(default_factory=set)
+    experts: dict[str, int] = field(default_factory=dict)
     replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
 
     def placement(self, path: str, param: str) -> Placement:
@@ -60,7 +59,7 @@ def apply_shards(
         plan,
         placements=made.placements,
         cuts=made.cuts,
-        experts=frozenset(made.experts),
+        experts=made.experts,
         replicated_heads=made.replicated_heads,
     )
     return plan, problems + _one_sided_ties(model, plan)
@@ -178,7 +177,7 @@ def _share_out_experts(module: nn.Module, made: _Decided, record: Record) -> lis
         placement = Placement(made.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")
         made.placements[placement.name] = placement
         problems += _uneven(placement, name, ep, record)
-    made.experts.add(path)
+    made.experts[path] = module.num_experts if is_batched(module) else 1  # type: ignore[assignment]
     return problems[:1]
 
 

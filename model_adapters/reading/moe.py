@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from megasched.definition.build import text_config
-from megasched.definition.experts import find_experts
+from megasched.definition.expert_trials import is_transposed
+from megasched.definition.experts import find_experts, is_batched
 from megasched.errors import Declined
 from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.model_adapters.reading.stock import why_altered
@@ -48,6 +49,7 @@ class MoeFacts:
     shared: str = ""
     shared_gate: str = ""
     with_scores: bool = False
+    flat: bool = False
 
 
 def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | Declined:
@@ -80,6 +82,8 @@ def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | Declined:
         group_top_k=grouped[1],
         expert=_expert(module.experts),
         with_scores=facts.with_scores,
+        flat=facts.flat,
+        weighted_inputs=is_batched(module.experts),  # which are handed what is not theirs as zeros
         scale=reduce(getattr, facts.scale.split("."), module) if facts.scale else 1.0,
         **{field: f"{name}.{value}" for field, value in own.items() if value and _has(module, value)},
     )
@@ -92,6 +96,8 @@ def _has(module: nn.Module, path: str) -> bool:
 
 
 def _expert(experts: Any) -> ExpertSpec:
+    if is_batched(experts):
+        return ExpertSpec(transposed=is_transposed(experts))
     form = {"biased": experts.has_bias, "transposed": experts.is_transposed}
     form["interleaved"] = experts.has_gate and not experts.is_concatenated
     if hasattr(experts, "alpha"):  # gpt-oss has no function of its own for it
@@ -133,7 +139,8 @@ def _why_not_activated(experts: Any, shared: Any) -> str:
     if activation == "quick_geglu" and experts.alpha != _ALPHA:
         return f"its activation has {experts.alpha} (swiglu_alpha), and Megatron's {_ALPHA}"
     for part in (*([experts] if known else []), *([shared] if shared is not None else [])):
-        name = getattr(part.act_fn, "__name__", type(part.act_fn).__name__)
+        function = part.act_fn if hasattr(part, "act_fn") else part.activation_fn
+        name = getattr(function, "__name__", type(function).__name__)
         if name not in known:
             return f"its activation is {name}, and Megatron's experts are given {known[0]}"
     return ""

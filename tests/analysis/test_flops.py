@@ -74,6 +74,16 @@ def test_a_token_counts_the_experts_that_it_is_routed_to():
     assert flops.layers[0] == by_hand(config, mlp=routed)
 
 
+def test_batched_experts_count_the_tokens_that_they_are_chosen_for():
+    """Llama 4's get all tokens, most of them as zeros; with more experts the router alone has more to compute."""
+    (config, four), (_, eight) = (counted("llama4_text", num_local_experts=count) for count in (4, 8))
+    routers = 2 * BATCH * LENGTH * 4 * config.hidden_size
+    assert [b - a for a, b in zip(four.layers, eight.layers, strict=True)] == [routers] * 4
+    (_, two) = counted("llama4_text", num_local_experts=4, num_experts_per_tok=2)
+    one_more = 2 * BATCH * LENGTH * 3 * config.hidden_size * config.intermediate_size
+    assert [b - a for a, b in zip(four.layers, two.layers, strict=True)] == [one_more] * 4
+
+
 def test_what_runs_between_two_parts_counts_for_the_later_one():
     """Of a Llama's second and fourth layer, the third one's work counts for the fourth."""
     config, flops = counted("llama", LAYERS[1::2])

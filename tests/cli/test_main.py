@@ -58,10 +58,14 @@ def test_light_commands_and_trivial_errors_import_nothing_heavy(argv, status):
     assert done.returncode == status
 
 
-def test_a_command_that_measures_is_quiet(tmp_path):
-    """Megatron, which warns of kernels that it lacks as it is imported, is imported for a prediction alone."""
-    small_config("llama").save_pretrained(tmp_path / "model")
-    (tmp_path / "first.py").write_text('def schedule(sch, layout):\n    sch["model.layers"][:1].checkpoint()\n')
+@pytest.mark.parametrize(
+    ("model_type", "line"),
+    [("llama", 'sch["model.layers"][:1].checkpoint()'), ("mixtral", 'sch["model.layers.*.mlp"].level("block")')],
+)
+def test_a_command_that_measures_or_tries_is_quiet(tmp_path, model_type, line):
+    """Megatron, which warns of kernels that it lacks, is imported for a prediction or a trial alone."""
+    small_config(model_type).save_pretrained(tmp_path / "model")
+    (tmp_path / "first.py").write_text(f"def schedule(sch, layout):\n    {line}\n")
     done = fresh("show", "--model-schedule", str(tmp_path / "first.py"), "--hf-model", str(tmp_path / "model"))
     assert (done.returncode, done.stderr) == (0, "")
     assert "megatron.core" in done.stdout.splitlines()[-1]

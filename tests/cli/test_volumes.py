@@ -44,6 +44,7 @@ def volumes(report):
         ("deepseek_v3", SP2),
         ("qwen3_next", {**SP2, "context_parallel_size": 2}),
         ("llama4_text", SP2),
+        ("llama4_text", {**TP2, "expert_model_parallel_size": 2}),  # each expert takes all tokens
         ("dbrx", SP2),
         ("deepseek_v4", SP2),  # of four residual streams
         ("xlnet", TP2),  # whose logits are gathered, with the padding of the vocabulary

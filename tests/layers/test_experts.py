@@ -82,3 +82,41 @@ def test_every_form_of_experts(ranks, model_type, implementation, routing):
     for found in ranks.run(2, dispatch_case, model_type, implementation, routing):
         for name, (got, expected) in found.items():
             assert relative(got, expected, floor=1e-2) < 1e-5, name
+
+
+def batches_case() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """On a rank: what batched experts make of its tokens, of which the ranks have different numbers."""
+    import torch.distributed as dist
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    from megasched.definition.small_models.small_models import small_config
+    from megasched.layers.experts import _dispatch_batches
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(1)
+    whole, mine = (Llama4TextExperts(small_config("llama4_text")) for _ in range(2))
+    each, own = EXPERTS // size, slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    for name, parameter in whole.named_parameters():
+        nn.init.normal_(parameter, std=0.2)
+        setattr(mine, name, nn.Parameter(parameter.detach()[own].clone()))
+    mine.num_experts = each
+    states = [
+        torch.randn(TOKENS + r, EXPERTS, 64, generator=torch.Generator().manual_seed(r)) for r in range(size)
+    ]
+    x = states[rank].clone().requires_grad_()
+    got = _dispatch_batches(mine, EXPERTS, group, x.flatten(1)).view_as(x)
+    got.square().sum().backward()
+
+    rows = [state.clone().requires_grad_() for state in states]
+    results = [whole(s.transpose(0, 1).flatten(0, 1)).view(EXPERTS, len(s), 64).transpose(0, 1) for s in rows]
+    sum(result.square().sum() for result in results).backward()
+    found = {"results": (got, results[rank]), "tokens": (x.grad, rows[rank].grad)}
+    for name, parameter in mine.named_parameters():
+        found[name] = parameter.grad, dict(whole.named_parameters())[name].grad[own]
+    return {name: (a.detach(), b.detach()) for name, (a, b) in found.items()}
+
+
+def test_batched_experts_of_ranks_with_other_numbers_of_tokens(ranks):
+    for found in ranks.run(2, batches_case):
+        for name, (got, expected) in found.items():
+            assert relative(got, expected, floor=1e-2) < 1e-5, name

@@ -32,7 +32,7 @@ ONE_OF_EACH_KIND = {kind_of(FACTS[model_type]): model_type for model_type in TYP
 # What these compute besides is further than 1e-5 from HF in float32 at some layouts, with HF's mixtures too: by
 # rounding, as float64 tells. The last has no sequence parallelism.
 ROUNDED = ("lara_mini", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")
-SOME = ("olmoe", "minimax_m2", "gpt_oss")
+SOME = ("olmoe", "minimax_m2", "gpt_oss", "llama4_text")
 OTHER_LAYOUTS = ("one", "tp2-sp", "ep2-tp2-sp-dp2", "ep2-cp2", "ep2-pp2", "tp2-sp-pp2-vpp2")
 
 

@@ -13,7 +13,6 @@ from tests.verify.sample import SAMPLE
 SPLIT = {
     "ctrl": "attention that gets one tensor as query, key and value",
     "megatron-bert": "attention of its own that reads the length of the sequence off its input",
-    "llama4_text": "flattened tokens leave a region",
     "rwkv": "a token sees the one before it, by padding that keeps the shape",
     "zamba2": "every layer reads an activation from before the layers",
 }

@@ -90,13 +90,11 @@ def expand(call: OpCall) -> ShardDim:
 
 @rule("repeat", in_place=False)
 def repeat(call: OpCall) -> ShardDim:
-    """Keeps the cut of a tensor that is repeated along other dimensions."""
+    """Keeps the cut of a tensor, of which there may be several now along the cut dimension."""
     x, along = call.only()
     repeats: Sequence[int] = call.arguments["repeats"]
     dim = len(repeats) - x.dim() + along.dim
-    if repeats[dim] != 1:
-        raise NeedsWhole
-    return replace(along, dim=dim)
+    return replace(along, dim=dim, outer=repeats[dim] * along.outer)
 
 
 @rule("view_as_real", in_place=False)

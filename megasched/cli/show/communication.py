@@ -78,9 +78,10 @@ def transfers(
     for path in apart.values() if latent is not None else ():
         rotated = partial(Transfer, tensor="output", features=latent.qk_rope_head_dim)
         found[path] = [rotated("forward", "all_gather"), rotated("backward", "reduce_scatter")]
-    for path in plan.experts:
+    for path, rows in plan.experts.items():
         if not plan.in_block(path):
-            found[path] = _of_experts(plan.tp_facts.experts.get(path, INVARIANT), hidden_size)
+            features = hidden_size and rows * hidden_size
+            found[path] = _of_experts(plan.tp_facts.experts.get(path, INVARIANT), features)
     if head is not None and _cuts_logits(plan, head):
         found[head] = found[head] + _OF_LOSS
     return {path: _as_long_as_inside(plan, path, sent) for path, sent in found.items() if sent}
@@ -119,20 +120,21 @@ def _of_whole_region(plan: Plan, path: str, features: int | None) -> list[Transf
     return _of_input({"fwd_pre": None, **syncs}, features=features)
 
 
-def _of_experts(tokens: TpType, hidden_size: int | None) -> list[Transfer]:
+def _of_experts(tokens: TpType, features: int | None) -> list[Transfer]:
     """Returns the operations of experts that are shared out over EP (``layers/experts.py``).
 
     Where the TP ranks have the same tokens, each sends its share of them to the experts.
 
     Args:
         tokens: what these are to the TP ranks.
+        features: width of the rows that the experts take of a token.
     """
     if tokens not in (INVARIANT, REPLICATE):
         return []
-    found = [Transfer("forward", "all_gather", "output", features=hidden_size)]
+    found = [Transfer("forward", "all_gather", "output", features=features)]
     if tokens == INVARIANT:
-        return [*found, Transfer("backward", "all_gather", "input", features=hidden_size)]
-    return [*found, Transfer("backward", "reduce_scatter", "output", features=hidden_size)]
+        return [*found, Transfer("backward", "all_gather", "input", features=features)]
+    return [*found, Transfer("backward", "reduce_scatter", "output", features=features)]
 
 
 def _as_long_as_inside(plan: Plan, path: str, sent: list[Transfer]) -> list[Transfer]:

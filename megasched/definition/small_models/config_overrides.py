@@ -98,6 +98,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads_per_layer": [4] * 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    # As the released weights have it.
+    "llama4": {"text_config": {"num_experts_per_tok": 1}},
+    "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "ministral": {"head_dim": 16, "layer_types": _SWA},

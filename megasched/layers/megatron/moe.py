@@ -26,18 +26,19 @@ class MegatronMixture(nn.Module):
 
     Args:
         layer: Megatron's, which takes and returns [s (/ tp under SP), b, h].
-        with_scores: see ``MoeSpec``.
+        mixture: says what the definition's returns.
     """
 
-    def __init__(self, layer: MoELayer, with_scores: bool) -> None:
+    def __init__(self, layer: MoELayer, mixture: MoeSpec) -> None:
         super().__init__()
-        self.layer, self.with_scores = layer, with_scores
+        self.layer, self.flat, self.with_scores = layer, mixture.flat, mixture.with_scores
 
     @takes_any_name
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Maps [b, s (/ tp under SP), h] to the same shape; with scores, returns None in their place as well."""
+        """Maps [b, s (/ tp under SP), h] to the same, or to its first two dimensions as one; for scores, None."""
         output, _ = self.layer(hidden_states.transpose(0, 1).contiguous())
         hidden = output.transpose(0, 1)
+        hidden = hidden.flatten(0, 1) if self.flat else hidden
         return (hidden, None) if self.with_scores else hidden
 
 
@@ -61,7 +62,7 @@ def lower_mixture(path: str, model: nn.Module, mixture: MoeSpec, context: BuildC
     known = mixture_assemblies(plan, layer, mixture, groups.ep.rank())
     fill_module(path, made, known, model, context)
     note_correction(f"{path}.layer", layer, mixture, context)
-    return MegatronMixture(made, mixture.with_scores)
+    return MegatronMixture(made, mixture)
 
 
 def configure_moe(made: Any, mixture: MoeSpec, te: bool) -> None:
@@ -117,6 +118,7 @@ def moe_config(layer: str, mixture: MoeSpec, context: BuildContext) -> dict[str,
         "ffn_hidden_size": width,
         "moe_router_topk": mixture.top_k,
         "moe_router_score_function": mixture.scores,
+        "moe_apply_probs_on_input": mixture.weighted_inputs,
         "moe_router_pre_softmax": not (sigmoid or mixture.normalized),
         "moe_router_dtype": trainer.moe_router_dtype or ("fp32" if mixture.float32 else None),
         "moe_router_enable_expert_bias": bool(mixture.correction),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megasched.definition.instances import Itself
+from megasched.imports import quiet_imports
 from megasched.language.module_specs import AttentionSpec, LayerSpec
 from megasched.plan.megatron.fit import TrialSubject
 from megasched.plan.megatron.params import mixture_in
@@ -44,11 +45,12 @@ class Trials:
 
     def _try(self, subjects: Iterable[TrialSubject]) -> str:
         """Tries the first and the last of the modules that differ only in number, as code may scale by depth."""
-        from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
+        with quiet_imports():
+            from megasched.layers.megatron.trial import why_another  # with which Megatron is imported
 
-        for subject in subjects:
-            if reason := why_another(self.plan, self.model, subject):
-                return f"it computes something else than Megatron's: {reason}"
+            for subject in subjects:
+                if reason := why_another(self.plan, self.model, subject):
+                    return f"it computes something else than Megatron's: {reason}"
         return ""
 
     def _key(self, subject: TrialSubject) -> Hashable:

@@ -74,6 +74,7 @@ _WITHOUT_VALUES: dict[str, Callable[..., Any]] = {
     "transformers.utils.import_utils:is_fake_tensor": lambda tensor: False,
     PACKED: lambda positions: None,
     "megasched.layers.experts:routed": experts.routed_evenly,
+    "megasched.layers.experts:tokens_of_ranks": experts.as_many_tokens,
 }
 
 

@@ -45,6 +45,8 @@ def experts(
         recipe: recipe of weights that are in 8 bits.
     """
     config = mlps.config
+    if config.moe_apply_probs_on_input:
+        tokens, weights = (weights[:, None] * tokens).to(tokens.dtype), torch.ones_like(weights)
     first, second = (
         [getattr(expert, name).weight for expert in mlps.local_experts] for name in ("linear_fc1", "linear_fc2")
     )
