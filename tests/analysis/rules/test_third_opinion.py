@@ -38,6 +38,7 @@ FINER = {
     **dict.fromkeys(["split", "split_with_sizes"], "one piece may be all, of which each rank has its part"),
     **dict.fromkeys(["tril", "triu"], "a triangle is of the last two dimensions, and leaves the others alone"),
     "cat": "each tensor gives its components, cut one by one, which no DTensor placement says",
+    "repeat": "of copies that follow each other each is cut, as after a view that has merged dimensions",
     "convolution": "a kernel of one place asks for no neighbours along the dimension that is cut",
 }
 
