@@ -206,8 +206,8 @@ MUTATIONS = {
     "seed": Mutation(
         "random weights that depend on the layout",
         "megasched/weights/random_init.py",
-        "            torch.default_generator.manual_seed(parameter_seed(self._seed, name))\n",
-        "            pass\n",
+        "seeded(parameter_seed(self._seed, name)), ",
+        "",
         ("tests/weights/test_random_init.py", MATRIX),
     ),
     "tolerance": Mutation(
