@@ -11,11 +11,14 @@ from typing import Any
 
 import psutil
 
+from megasched.launch.jobs.job_script import value_of
 from megasched.launch.run_folder import RunFolder
 from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.start import free_port
 from megasched.launch.watched_run import INTERRUPTED, run_watched
 from megasched.planner.hardware.hardware import GIB
+from megasched.printing.shell_command import shell_command
+from megasched.reading.tracker import last_saved
 
 NAME = "local"
 # Ranks share the cores, and gloo must not look for them by this machine's name. What the user has set stays.
@@ -42,20 +45,24 @@ class LocalJob:
     def flags(self) -> list[str]:
         return [*self.given] if "--rehearse" in self.given else ["--rehearse", *self.given]
 
+    @property
+    def save(self) -> str | None:
+        return value_of("--save", self.given) or None
 
-def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[str], None]) -> int:
+
+def run(job: LocalJob, *, say: Callable[[str], None], on_line: Callable[[str], None]) -> tuple[int, Path]:
     """Runs a job to its end; Ctrl-C, SIGTERM and SIGKILL end it, and its ranks.
 
     Args:
-        on_start: called with the path of the log.
+        say: called with each message of the launcher itself: the log at the start, what ended it.
         on_line: called with each line of the ranks.
 
     Returns:
-        The exit status: that of the rank that failed first; 130 after Ctrl-C or SIGTERM.
+        The exit status, which is that of the rank that failed first, or 130 after Ctrl-C or SIGTERM; and the log.
     """
     folder = RunFolder(job.run_folder)
     log = folder.node_log(NAME, folder.begin_attempt(NAME), 0)
-    on_start(log)
+    say(f"log: {log}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
     command = [
         *(sys.executable, "-m", "megasched.launch.with_parent", str(os.getpid())),
         *(sys.executable, "-m", "megasched.launch.torchrun.node", f"--nproc-per-node={job.ranks}"),
@@ -68,7 +75,10 @@ def run(job: LocalJob, *, on_start: Callable[[Path], None], on_line: Callable[[s
     if status == INTERRUPTED:
         with log.open("a") as file:
             file.write(f"{ENDED_BY}Ctrl-C or SIGTERM\n")
-    return status if status >= 0 else 128 - status
+        saved = last_saved(job.save, say)
+        checkpoint = f"iteration {saved} in {job.save}" if saved else "none"
+        say(f"{ENDED_BY}Ctrl-C or SIGTERM, and with it the ranks; last checkpoint: {checkpoint}; log: {log}")
+    return (status if status >= 0 else 128 - status), log
 
 
 def narrow(ranks: int, facts: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from megasched.definition.build import text_config
+from megasched.definition.embeddings import input_embedding
 from megasched.errors import ConfigError
 from megasched.language.roles import Roles
 
@@ -82,7 +83,7 @@ def read_plan(model: nn.Module) -> Roles:
             )
     role: dict[str, str] = {}
     origin: dict[str, str] = {}
-    declined: dict[str, str] = {}
+    declined = _unnamed_ends(model)
     ends_whole = _why_ends_whole(model)
     for path, module in model.named_modules():
         pattern = next((pattern for pattern in plan if _matches(pattern, path)), None)
@@ -106,7 +107,7 @@ def _why_ends_whole(model: nn.Module) -> str:
 
     They can't if another module shares one of their parameters.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embedding(model), model.get_output_embeddings()
     own = {id(p) for end in (embedding, head) if end is not None for p in end.parameters(recurse=False)}
     others = (module for module in model.modules() if module is not embedding and module is not head)
     if any(id(p) in own for module in others for p in module.parameters(recurse=False)):
@@ -114,12 +115,25 @@ def _why_ends_whole(model: nn.Module) -> str:
     return ""
 
 
+def _unnamed_ends(model: nn.Module) -> dict[str, str]:
+    """Returns what looks like the embedding or the head, by path with a reason, where the class names neither."""
+    vocab_size = getattr(text_config(model.config), "vocab_size", None)
+    if vocab_size is None or input_embedding(model) is not None:
+        return {}
+    return {
+        path: f"get_input_embeddings of {type(model).__name__} does not find its embedding of tokens, so neither "
+        "embedding nor head is cut; let the class define it, or set _input_embed_layer to the name"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] == vocab_size
+    }
+
+
 def _matches(pattern: str, path: str) -> bool:
     return re.fullmatch(pattern.replace(".", r"\.").replace("*", r"[^.]+"), path) is not None
 
 
 def _role(path: str, module: nn.Module, cut: str | None, model: nn.Module) -> str | None:
-    if module is model.get_input_embeddings():
+    if module is input_embedding(model):
         return "embed.tokens"
     if module is model.get_output_embeddings():
         return "head"

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
-from megasched.errors import CheckpointError
 from megasched.launch.jobs.checks import Checks, Prepared, look_over
 from megasched.launch.jobs.job_script import write_script
 from megasched.launch.jobs.words import refuse_unusable
@@ -25,7 +24,7 @@ from megasched.launch.status.failure_log import ENDED_BY
 from megasched.launch.torchrun.nodes import CERTAIN, Nodes
 from megasched.launch.torchrun.script import TorchrunJob, render
 from megasched.launch.watched_run import INTERRUPTED, last_error, sigterm_as_interrupt, tail
-from megasched.reading.tracker import has_tracker, read_tracker
+from megasched.reading.tracker import last_saved
 
 NAME = "torchrun"
 # A host that has gone is noticed after three of ServerAliveInterval.
@@ -184,14 +183,7 @@ class Supervisor:
             self._ended.wait(SECONDS_TO_SAY_AGAIN)
 
     def _last_saved(self) -> str:
-        """Returns Megatron's own record of the newest checkpoint; empty without one."""
-        if self.job.save is None:
-            return ""
-        try:
-            return read_tracker(self.job.save) if has_tracker(self.job.save) else ""
-        except CheckpointError as error:
-            self._say(f"warning: {error}")
-            return ""
+        return last_saved(self.job.save, self._say)
 
     def _say(self, text: str) -> None:
         start = f", restart {self.starts[-1]}" if self.starts else ""

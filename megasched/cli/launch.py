@@ -290,16 +290,10 @@ def launch_local(job: LocalJob, checks: Checks, *, show: Callable[[str], None], 
     too_little = narrow(job.ranks, found["facts"])
     for warning in too_little:
         _say(f"  warning: {warning}")
-    logs: list[Path] = []
-
-    def on_start(log: Path) -> None:
-        logs.append(log)
-        _say(f"log: {log}; `{shell_command('status', str(job.run_folder), '--watch')}` follows it")
-
-    status = run(job, on_start=on_start, on_line=show)
+    status, log = run(job, say=_say, on_line=show)
     if as_json:
         found["warnings"] += too_little
-        print_json({**found, "run_folder": str(job.run_folder), "log": str(logs[0]), "status": status})
+        print_json({**found, "run_folder": str(job.run_folder), "log": str(log), "status": status})
     return status
 
 

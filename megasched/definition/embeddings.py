@@ -22,11 +22,15 @@ def ends_of(definition: Any) -> tuple[str | None, str | None]:
 
     It is for the definition before replacements: HF looks for them by names, which a new module may lack.
     """
-    embedding: Any = None
-    with suppress(NotImplementedError):  # by which HF says that it has none
-        embedding = definition.get_input_embeddings()
-    paths = {module: path for path, module in definition.named_modules()}
-    return paths.get(embedding), paths.get(definition.get_output_embeddings())
+    paths: dict[Any, str] = {module: path for path, module in definition.named_modules()}
+    return paths.get(input_embedding(definition)), paths.get(definition.get_output_embeddings())
+
+
+def input_embedding(definition: Any) -> nn.Module | None:
+    """Returns the embedding of tokens of an HF definition; None where its class names none."""
+    with suppress(NotImplementedError):  # by which HF says that it is not under one of the usual names
+        return definition.get_input_embeddings()
+    return None
 
 
 def looks_up(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megasched.errors import CheckpointError
@@ -30,6 +31,15 @@ def read_tracker(save: str | Path) -> str:
     if said != RELEASE and not (said.isascii() and said.isdigit() and len(said) <= _LONGEST):
         raise expected.refusal(path, f"found {said[:40]!r}")
     return said
+
+
+def last_saved(save: str | Path | None, warn: Callable[[str], None]) -> str:
+    """Returns what the tracker of a run names; empty without one, or, after a warning, where it can't be read."""
+    try:
+        return read_tracker(save) if save is not None and has_tracker(save) else ""
+    except CheckpointError as error:
+        warn(f"warning: {error}")
+        return ""
 
 
 def last_folder(save: str | Path) -> Path:

@@ -110,11 +110,15 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path, light):
 
 
 def test_sigterm_ends_all_ranks(tmp_path, light):
-    process = begin(tmp_path, SLEEP, python=light)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("20")
+    process = begin(tmp_path, SLEEP, "--save", "ckpt", python=light)
     ranks = pids(process)
     process.send_signal(signal.SIGTERM)
-    process.communicate()
+    said = process.communicate()[1].splitlines()[-1]
     assert process.returncode == 130
+    assert said.startswith("megasched: ended by Ctrl-C or SIGTERM, and with it the ranks; ")
+    assert said.endswith(f"last checkpoint: iteration 20 in ckpt; log: {tmp_path}/run/logs/local-0/node-0.log")
     assert not any(psutil.pid_exists(rank) for rank in ranks)
     found = RunReader(str(tmp_path / "run")).look()
     assert (found.state, found.error) == ("stopped", "ended by Ctrl-C or SIGTERM")
@@ -122,9 +126,8 @@ def test_sigterm_ends_all_ranks(tmp_path, light):
 
 def test_each_start_has_a_log_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "run_watched", lambda command, *, env, log_path, on_line: log_path.write_text("x"))
-    logs = []
-    for _ in range(2):
-        local.run(replace(JOB, run_folder=tmp_path), on_start=logs.append, on_line=print)
+    job = replace(JOB, run_folder=tmp_path)
+    logs = [local.run(job, say=print, on_line=print)[1] for _ in range(2)]
     assert logs == [tmp_path / "logs" / f"local-{restart}" / "node-0.log" for restart in (0, 1)]
 
 

@@ -3,6 +3,8 @@
 from collections import Counter
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from megasched.definition.build import build_definition
 from megasched.language.roles import ROLES
@@ -119,3 +121,22 @@ def test_attributes_that_count_are_there(definition):
 def test_every_role_has_its_cut():
     assert {name for roles in ROLES_OF.values() for name in roles} <= set(ROLES)
     assert set(ROLES.values()) == {"column", "row", "vocab", "features", None}
+
+
+class Unnamed(LlamaForCausalLM):
+    """Has an embedding of tokens under a name of its own, which transformers does not find."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.wte = self.model.embed_tokens
+        del self.model.embed_tokens
+
+
+def test_an_embedding_that_the_class_does_not_name_stays_whole_and_is_told():
+    """It ended in transformers' NotImplementedError."""
+    with torch.device("meta"):
+        model = Unnamed(tiny.config("llama"))
+    roles = roles_of(model)
+    assert not {"embed.tokens", "head"}.intersection(roles.role.values())
+    assert set(roles.declined) == {"model.wte", "lm_head"}
+    assert "get_input_embeddings of Unnamed does not find" in roles.declined["model.wte"]

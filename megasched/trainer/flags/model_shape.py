@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasched.definition.build import init_empty_weights, text_config
 from megasched.definition.code_state.random_states import seeded
+from megasched.definition.embeddings import input_embedding
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.errors import ConfigError, MegaschedError
 from megasched.language.lora import is_linear_class
@@ -169,7 +170,7 @@ def _last_layer(model: PreTrainedModel, num_layers: int) -> nn.Module:
 
 
 def _untied(config: PretrainedConfig, model: PreTrainedModel) -> SourcedValue:
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head, table = model.get_output_embeddings(), input_embedding(model)
     if head is None:
         return SourcedValue(True, f"{type(model).__name__} has no head over a vocabulary")
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -276,7 +277,7 @@ def _position_table(model: PreTrainedModel, positions: int) -> str | None:
     """Returns the path of a learned table of positions, an embedding with a row for each; None without."""
     from torch import nn
 
-    tokens = model.get_input_embeddings()
+    tokens = input_embedding(model)
     for path, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) and module is not tokens
         # OPT and its relatives keep a few rows more than positions.
