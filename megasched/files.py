@@ -55,6 +55,21 @@ def write_whole(path: Path, pieces: Iterable[str], *, replace: bool = True) -> N
             beside.unlink(missing_ok=True)
 
 
+def check_writable(flag: str, path: str | Path | None) -> None:
+    """Checks that the file that a flag names, if it is given, can be written, before what it takes is worked out.
+
+    Raises:
+        ConfigError: it is a folder, or there is no folder for it that can be written to.
+    """
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"{flag} {path}: it is a folder; the name of a file is due")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path}: there is no folder {file.parent} that can be written to")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Runs its body with a folder beside ``path``, which becomes ``path`` on success and is removed on an error.

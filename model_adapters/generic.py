@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from megasched.definition.build import text_config
-from megasched.definition.embeddings import input_embedding
+from megasched.definition.build import input_embedding, text_config
 from megasched.errors import ConfigError
 from megasched.language.roles import Roles
 

@@ -250,7 +250,10 @@ def _find_layers(model: nn.Module, calls: list[Call]) -> tuple[str, bool]:
         if order and (once or set(order) == members):
             found.append((size, once, path))
     if not found:
-        remedy = "pipeline stages and sequence parallelism need a ModuleList whose modules are all called"
+        remedy = (
+            "Megatron's trainer, pipeline stages and sequence parallelism need them in an nn.ModuleList "
+            "whose modules are all called"
+        )
         raise ScheduleError(Problem("no list of layers found in the model", remedy=remedy))
     _, once, path = max(found, key=lambda one: one[:2])  # the first of those that are as large
     return path, not once

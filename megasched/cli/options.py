@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megasched.files import check_writable
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
@@ -49,14 +50,29 @@ Objective = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
-def check_named(hf_model: str, *schedules: str | None, adapter: str | None = None) -> None:
+def check_named(
+    hf_model: str,
+    schedule: str | None = None,
+    *,
+    adapter: str | None = None,
+    diff: str | None = None,
+    **written: Any,
+) -> None:
     """Checks that what a command names is there, before it imports what takes seconds.
 
+    Args:
+        diff: another schedule.
+        written: files to write, None for one that is not, by option.
+
     Raises:
-        ConfigError, ScheduleError: no such file or folder, or a schedule or an adapter that is no Python.
+        ConfigError, ScheduleError: no such file or folder, a schedule or an adapter that is no Python, or a file
+            that can't be written.
     """
-    for schedule in filter(None, schedules):
-        check_schedule(schedule)
+    for flag, name in (("--model-schedule", schedule), ("--diff", diff)):
+        if name is not None:
+            check_schedule(name, flag)
+    for option, path in written.items():
+        check_writable(f"--{option.replace('_', '-')}", path)
     check_hf_model(hf_model)
     if adapter is not None:
         compile_adapter(adapter)

@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -244,6 +244,13 @@ def build_definition(
     set_objective(model, objective)
     buffers_following_dtype(model)  # notes them, while the model is as its class makes it
     return cast("PreTrainedModel", model)
+
+
+def input_embedding(definition: Any) -> nn.Module | None:
+    """Returns the embedding of tokens of an HF definition; None where its class names none."""
+    with suppress(NotImplementedError):  # by which HF says that it is not under one of the usual names
+        return cast("nn.Module | None", definition.get_input_embeddings())
+    return None
 
 
 def switch_cache_off(model: nn.Module) -> list[tuple[Any, Any]]:

@@ -6,9 +6,9 @@ These are torch's, and subclasses' instances that only look up rows.
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from megasched.definition.build import input_embedding
 from megasched.definition.instances import calls_forward, real_tensors
 from megasched.definition.undisturbed import undisturbed
 
@@ -24,13 +24,6 @@ def ends_of(definition: Any) -> tuple[str | None, str | None]:
     """
     paths: dict[Any, str] = {module: path for path, module in definition.named_modules()}
     return paths.get(input_embedding(definition)), paths.get(definition.get_output_embeddings())
-
-
-def input_embedding(definition: Any) -> nn.Module | None:
-    """Returns the embedding of tokens of an HF definition; None where its class names none."""
-    with suppress(NotImplementedError):  # by which HF says that it is not under one of the usual names
-        return definition.get_input_embeddings()
-    return None
 
 
 def looks_up(module: nn.Module) -> bool:

@@ -68,7 +68,7 @@ def find_schedule(name: str) -> ScheduleFunction:
     return _with_options(function, head, options) if options else function
 
 
-def check_schedule(name: str) -> None:
+def check_schedule(name: str, flag: str = "--model-schedule") -> None:
     """Checks that a schedule's file is there and is Python, and runs nothing of it.
 
     Raises:
@@ -80,7 +80,7 @@ def check_schedule(name: str) -> None:
         file = Path(rest)
     if file is not None:
         if not os.path.lexists(file):
-            raise ConfigError(f"--model-schedule {name}: no such file")
+            raise ConfigError(f"{flag} {name}: no such file")
         _compile(file)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,19 +16,6 @@ from megasched.trace.hooks import listening
 from megasched.trace.recorder import Recorder
 
 FLAG = "--megasched-trace"
-
-
-def check_trace_file(name: str) -> None:
-    """Checks that a trace can be written to a file.
-
-    Raises:
-        ConfigError: no file can be written there.
-    """
-    path = Path(name)
-    if path.is_dir():
-        raise ConfigError(f"{FLAG} {name}: it is a folder; the name of a file is due")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{FLAG} {name}: there is no folder {path.parent} that can be written to")
 
 
 def trace_conflicts(args: argparse.Namespace) -> list[str]:

@@ -26,6 +26,7 @@ from megasched import patches
 from megasched.bundled_scripts import bundled_script
 from megasched.collector import collector_paused
 from megasched.errors import ConfigError
+from megasched.files import check_writable
 from megasched.imports import (
     named_package,
     quiet_imports,
@@ -38,7 +39,7 @@ from megasched.parent_process import end_with_parent
 from megasched.patches import host_cuda
 from megasched.printing.shell_command import shell_command
 from megasched.reading.hf_source import check_hf_model
-from megasched.trace.run_trace import check_trace_file
+from megasched.trace.run_trace import FLAG
 from megasched.trainer import run_failure, seams
 from megasched.trainer.current_session import set_cluster_flags
 from megasched.trainer.flags.arguments import add_megasched_arguments, refuse_unsupported
@@ -177,8 +178,7 @@ def check_inputs(script: str, own: argparse.Namespace) -> None:
     check_hf_model(own.hf_model)
     if own.adapter is not None:
         compile_adapter(own.adapter)
-    if own.megasched_trace is not None:
-        check_trace_file(own.megasched_trace)
+    check_writable(FLAG, own.megasched_trace)
 
 
 def check_tokenizer(argv: Sequence[str]) -> None:

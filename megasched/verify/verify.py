@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, find_objective
@@ -16,13 +18,14 @@ from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import find_schedule, split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
+from megasched.trainer.session import open_session
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.locate.bisect import Call, bisect_records, write_without
 from megasched.verify.parity import failure, refusal_of
 from megasched.verify.plain.runs import PlainError
 from megasched.verify.ranks.pool import RankError, RankPool
 from megasched.verify.report.verification import Verification
-from megasched.verify.steps import Steps, make_subject
+from megasched.verify.steps import Steps, Subject, make_subject
 
 MOST_RANKS = 16
 # Sets of data that are tried where rounding decides; that each of them holds such a value is no chance.
@@ -61,8 +64,7 @@ def verify_schedule(
         trust_remote_code: run Python code that comes with the model.
         objective, adapter: as in ``--objective``, which decides class and script, and ``--adapter``.
         ranks: processes to run it on; own ones by default.
-        timeout: seconds for each of the runs.
-        progress: called with what is being done.
+        timeout, progress: seconds for each of the runs, and what is called with what is being done.
 
     Raises:
         ConfigError: too many ranks for one machine, or no small copy can be made.
@@ -86,9 +88,33 @@ def verify_schedule(
         with nullcontext(ranks) if ranks is not None else RankPool(MOST_RANKS) as pool:
             steps = Steps(pool, subject, layout, bf16, timeout, progress)
             _fill_until_told(found, steps, _from_anywhere(schedule), Path(folder) / "without.py")
+        _note_lacking_layers(found, subject, overrides)
     found.why = found.why.replace(str(Path(folder) / "model"), "DIR")
     found.seconds = round(time.monotonic() - started, 1)
     return found
+
+
+def _note_lacking_layers(found: Verification, subject: Subject, overrides: Sequence[str]) -> None:
+    """Notes that a schedule can't be planned for a small copy alone, and can for the whole model."""
+    if found.verdict != "refused" or not subject.small:
+        return
+    planned = partial(
+        _is_planned,
+        found.schedule,
+        found.layout,
+        trust_remote_code=subject.trust_remote_code,
+        objective=subject.objective.name,
+        adapter=subject.adapter,
+    )
+    if not planned(subject.folder) and planned(found.hf_model, overrides=overrides):
+        found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
+
+
+def _is_planned(schedule: str, layout: ParallelDims, hf_model: str, **asked: Any) -> bool:
+    try:
+        return open_session(schedule, hf_model, layout, **asked).plan is not None
+    except MegaschedError:
+        return False
 
 
 def certify(
@@ -146,13 +172,6 @@ def _fill_until_told(found: Verification, steps: Steps, schedule: str, without: 
         steps = replace(steps, seed=steps.seed + 1)
 
 
-def _end(found: Verification, verdict: str, why: str) -> None:
-    """Notes that there is nothing to compare."""
-    found.verdict, found.why = verdict, why  # type: ignore[assignment]
-    if verdict == "refused" and found.small:
-        found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
-
-
 def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> None:
     """Runs the steps, and notes the verdict, the checks, and where it goes wrong.
 
@@ -165,10 +184,12 @@ def _fill(found: Verification, steps: Steps, schedule: str, without: Path) -> No
         judge = StepComparison(steps, schedule)
         checks, why, finding = judge.judge()
     except MegaschedError as error:
-        return _end(found, "refused", str(error))
+        found.verdict, found.why = "refused", str(error)
+        return
     except (RankError, PlainError) as error:
         outcome = failure(str(error))
-        return _end(found, outcome.verdict, refusal_of(str(error)) or outcome.why)
+        found.verdict, found.why = outcome.verdict, refusal_of(str(error)) or outcome.why  # type: ignore[assignment]
+        return
     found.notes = [*found.notes, *judge.notes]
     found.verdict, found.checks, found.why = "equal", checks, why
     found.finding = finding and replace(finding, records=_near(finding.records))

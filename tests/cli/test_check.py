@@ -45,6 +45,14 @@ def test_verify_prints_writes_and_ends_with_its_verdict(run, llama, tmp_path, mo
     assert (status, json.loads(out)["verdict"]) == (0, "equal")
 
 
+def test_a_certificate_that_can_not_be_written_is_refused_before_the_steps(run, llama, tmp_path):
+    status, _, err = run("verify", "--hf-model", llama, "--certificate", tmp_path)
+    assert (status, err) == (
+        1,
+        f"megasched: error: --certificate {tmp_path}: it is a folder; the name of a file is due\n",
+    )
+
+
 def test_no_certificate_is_made_in_bf16(run, llama, tmp_path):
     file = tmp_path / "certificate.json"
     status, _, err = run("verify", "--hf-model", llama, "--bf16", "--certificate", file)

@@ -71,6 +71,12 @@ def test_a_command_that_measures_or_tries_is_quiet(tmp_path, model_type, line):
     assert "megatron.core" in done.stdout.splitlines()[-1]
 
 
+def test_a_command_that_tries_megatrons_modules_is_quiet(tmp_path):
+    small_config("mixtral").save_pretrained(tmp_path)
+    done = fresh("show", "--tp", "2", "--sp", "--hf-model", str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_commands_do_without_the_compiler(monkeypatch):
     """Importing it takes seconds, and Megatron does where it is imported."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # else torch does without it in any case

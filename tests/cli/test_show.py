@@ -252,7 +252,13 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
         (["--gpu", "h100"], "--gpu h100: known are a100-80gb"),
         (["--vp", "2"], "need pipeline_model_parallel_size"),
         (["--hf-override", "nonsense=1"], "no field 'nonsense'"),
-        (["--html", "absent/page.html"], "--html absent/page.html: it can't be written: No such file"),
+        (["--html", "."], "--html .: it is a folder; the name of a file is due"),
+        (["--gpu", "h100-80gb", "--predicted-trace", "absent/step"], "--predicted-trace absent/step: there is no"),
+        (["--diff", "absent.py"], "--diff absent.py: no such file"),
+        (
+            ["--html", "absent/page.html"],
+            "--html absent/page.html: there is no folder absent that can be written to",
+        ),
         (
             ["--html", "x.html", "--global-batch-size", "3", "--dp", "2"],
             "--global-batch-size 3 is no multiple of 2",

@@ -1,5 +1,6 @@
 """What ``megasched new-adapter`` proposes, says and refuses; the check itself is faked."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from torch import nn
 from transformers import AutoConfig
 
+from megasched.cli.check.new_adapter import print_new_adapter
 from megasched.definition.build import build_definition
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ConfigError
@@ -213,6 +216,23 @@ def test_code_that_comes_with_a_model_goes_along_with_its_copy(tmp_path, monkeyp
         (tmp_path / name).write_text(text)
     assert new_adapter(str(tmp_path), trust_remote_code=True).right
     assert seen == [("MineForCausalLM", 64, ("mine_remote",))] * 3
+
+
+def test_a_model_without_a_list_of_layers_is_told_that_no_adapter_helps(tmp_path):
+    """It said that none is needed."""
+    code = REMOTE["modeling_mine.py"] + (
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+        "        self.model.only = self.model.layers[0]\n        del self.model.layers\n"
+        "        self.model.layers = []\n"
+        "        self.model.norm.register_forward_pre_hook(lambda norm, args: (self.model.only.mlp(args[0]),))\n"
+    )
+    for name, text in (REMOTE | {"modeling_mine.py": code}).items():
+        (tmp_path / name).write_text(text)
+    found = new_adapter(str(tmp_path), trust_remote_code=True, check=False)
+    assert not found.layered
+    out = io.StringIO()
+    print_new_adapter(found, None, Console(file=out, width=100))
+    assert "An adapter is of no use yet: the model has no list of layers" in out.getvalue()
 
 
 # ---- the file ---------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ TP2_SP = ParallelDims(tensor_model_parallel_size=2, sequence_parallel=True)
 PP2 = ParallelDims(pipeline_model_parallel_size=2)
 
 
-def save(model_type, folder):
-    small_config(model_type).save_pretrained(folder)
+def save(model_type, folder, **changes):
+    config = small_config(model_type)
+    config.update(changes)
+    config.save_pretrained(folder)
     return str(folder)
 
 
@@ -303,7 +305,7 @@ def test_in_bf16_a_mistake_is_found_as_well(ranks, tmp_path):
 def test_a_schedule_for_more_layers_is_refused_with_the_way_out(ranks, tmp_path):
     schedule = tmp_path / "deep.py"
     schedule.write_text("def schedule(sch, layout):\n    sch['model.layers.9.mlp'].checkpoint()\n")
-    folder = save("llama", tmp_path)
+    folder = save("llama", tmp_path, num_hidden_layers=10)
     found = verify_schedule(str(schedule), folder, ParallelDims(), ranks=ranks)
     assert found.verdict == "refused"
     assert found.why.startswith("the schedule has a problem:\n  - ")
@@ -326,6 +328,12 @@ def test_a_layout_that_cannot_be_planned_starts_no_ranks(tmp_path, sizes, why):
     found = verify_schedule("auto", folder, ParallelDims(**sizes), layers=4, ranks=no_ranks)
     assert found.verdict == "refused"
     assert why in found.why
+
+
+def test_a_refusal_that_more_layers_do_not_mend_does_not_name_them(ranks, tmp_path):
+    (tmp_path / "typo.py").write_text("def schedule(sch, layout):\n    sch['model.layers.*.mpl'].checkpoint()\n")
+    found = verify_schedule(str(tmp_path / "typo.py"), save("llama", tmp_path), ParallelDims(), ranks=ranks)
+    assert (found.verdict, found.notes) == ("refused", [])
 
 
 def test_a_job_too_large_for_one_machine_is_refused_at_once(tmp_path):

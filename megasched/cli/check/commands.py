@@ -66,7 +66,7 @@ def verify(
     of the model with random weights: loss, logits, hidden states, every gradient, the gradient norm and the
     weights are compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
-    check_named(hf_model, schedule, adapter=adapter)
+    check_named(hf_model, schedule, adapter=adapter, certificate=certificate)
     if bf16 and certificate is not None:
         raise ConfigError(IN_BF16)
     layout = layout_of(tp, sp, pp, cp, ep, vp=vp, dp=dp)

@@ -45,6 +45,11 @@ def _use(written: Path | None) -> str:
 
 def _need(found: NewAdapter) -> str:
     """Returns sentences that say whether an adapter is needed, and for what."""
+    if not found.layered:
+        return (
+            "An adapter is of no use yet: the model has no list of layers (below), and Megatron's trainer takes "
+            "none without. Its code must hold them in an nn.ModuleList, and call each of them."
+        )
     if found.installed:
         return (
             f"There is an adapter already: {found.installed}. This one says what is found without it; "

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megasched.cli.output import report_console
 from megasched.errors import ConfigError
-from megasched.files import write_whole
+from megasched.files import check_writable, write_whole
 from megasched.json_output import print_json
 from megasched.planner.hardware.calibrate import CudaTimer, Gpu, Sizes, Timer, matching_type, measure_gpu, read_gpu
 from megasched.planner.hardware.calibrate_links import World, measure_links, read_world, slowest
@@ -75,8 +75,7 @@ def check_path(path: Path) -> None:
     """
     if path.suffix != ".toml":
         raise ConfigError(f"--calibrate {path}: the name must end in .toml, by which --gpu knows a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--calibrate {path}: there is no folder {path.parent}")
+    check_writable("--calibrate", path)
 
 
 def own_gpu(world: World) -> torch.device:

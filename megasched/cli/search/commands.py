@@ -69,7 +69,7 @@ def plan(
     Exit status 1 if none fits.
     """
     load_hardware(gpu)
-    check_named(hf_model, schedule, adapter=adapter)
+    check_named(hf_model, schedule, adapter=adapter, html=html)
     with command_imports():
         from megasched.cli.search.plan import plan_command
 

@@ -150,7 +150,8 @@ def show(
         against = (schedule, parse_layout(diff))
     predicts = html is not None or gpu is not None or (against is not None and against[1] is not given)
     _refuse_mixed(html, global_batch_size, trace, predicts=predicts, compares=diff is not None, as_json=as_json)
-    check_named(hf_model, schedule, against and against[0], adapter=adapter)
+    other = against[0] if against and against[1] is given else None
+    check_named(hf_model, schedule, adapter=adapter, diff=other, html=html, predicted_trace=predicted_trace)
     with command_imports():
         from megasched.cli.show.report_view import show_schedule
 

@@ -18,9 +18,8 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megasched.definition.build import init_empty_weights, text_config
+from megasched.definition.build import init_empty_weights, input_embedding, text_config
 from megasched.definition.code_state.random_states import seeded
-from megasched.definition.embeddings import input_embedding
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.errors import ConfigError, MegaschedError
 from megasched.language.lora import is_linear_class

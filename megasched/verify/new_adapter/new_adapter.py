@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from megasched.analysis.find_layer_stack import find_layer_stack
+from megasched.analysis.find_layer_stack import find_layer_stack, layer_stack_of
 from megasched.analysis.trials import attention_switch
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.small_models.covering import Lack, covering_copy
@@ -47,6 +47,7 @@ class NewAdapter:
         whole: number of linears that were looked at and stay whole.
         still_open: what a person must look at, a sentence each.
         outcomes: layout -> what the check found; empty where none was made.
+        layered: whether it has a list of layers, without which no trainer of Megatron's takes it.
     """
 
     model: str
@@ -59,6 +60,7 @@ class NewAdapter:
     whole: int
     still_open: list[str]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    layered: bool = True
 
     @property
     def right(self) -> bool:
@@ -108,6 +110,7 @@ def new_adapter(
         sum(roles.origin[path].startswith("inferred") for path in cut),
         len({*roles.declined, *proposal.left_out}),
         still_open(model, roles, proposal),
+        layered=layer_stack_of(model) is not None,
     )
     if check:
         small = _definition(small_config, trust_remote_code)
