@@ -45,9 +45,16 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, MegaschedError):
         return str(error)
     raised = traceback.extract_tb(error.__traceback__)[-1:]
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    what, cause = _named(error), error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
     lines = [line for frame in raised for line in (f"at: {frame.filename}:{frame.lineno}", f"    {frame.line}")]
-    return "\n    ".join([what, *lines])
+    reason = [f"because of: {_named(cause)}"] if cause is not None else []
+    return "\n    ".join([what, *lines, *reason])
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def end_with_error(error: BaseException) -> NoReturn:

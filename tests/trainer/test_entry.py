@@ -270,6 +270,13 @@ def test_ranks_end_together_with_one_message(
             "ValueError: odd\nmegasched: the run failed: ValueError: odd\n    at: {path}:1\n"
             "        raise ValueError('odd')\n",
         ),
+        (  # as packages do that read files
+            "try:\n    int('x')\nexcept ValueError as why:\n    raise RuntimeError('it failed') from why",
+            1,
+            "megasched: the run failed: RuntimeError: it failed\n    at: {path}:4\n"
+            "        raise RuntimeError('it failed') from why\n"
+            "    because of: ValueError: invalid literal for int() with base 10: 'x'\n",
+        ),
         # A thread that nobody joins must not keep a failed process.
         (
             "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); assert False",
