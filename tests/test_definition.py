@@ -355,6 +355,35 @@ def test_what_a_class_draws_is_the_same_in_every_process(tmp_path):
     assert drawn[0] == drawn[1]
 
 
+OF_VALUES = """
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        raise ValueError("rows must be even")
+"""
+
+
+def test_code_that_may_not_run_is_said_to_be_there(tmp_path):
+    folder = remote.write_whole(tmp_path / "model", OF_VALUES)
+    said = "the model has Python code of its own; read it, and run it with --trust-remote-code"
+    with pytest.raises(ConfigError) as raised:
+        load_config(folder)
+    assert str(raised.value) == f"--hf-model {folder}: {said}"
+    with pytest.raises(ConfigError) as raised:
+        build_definition(load_config(folder, trust_remote_code=True))
+    assert str(raised.value) == said
+
+
+def test_what_a_constructor_refuses_is_not_taken_for_a_missing_class(tmp_path):
+    folder = remote.write_whole(tmp_path / "model", OF_VALUES)
+    with pytest.raises(
+        ConfigError, match=r"MineConfig can't be made of this config: ValueError: rows must be even"
+    ):
+        build_definition(load_config(folder, trust_remote_code=True), trust_remote_code=True)
+
+
 NO_HALF = """
 class Mine(LlamaForCausalLM):
     config_class = MineConfig

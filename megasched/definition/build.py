@@ -48,6 +48,9 @@ LARGE = 2**30  # bytes
 # Model -> each config in it with its ``use_cache``, which a build for training has switched off.
 _use_cache: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
 _GIVEN = ("device", "out", "layout")  # arguments of a factory by which its tensor is no new one on the CPU
+# What transformers says of a model with code that it may not run, and of a config that no class is registered for.
+_OF_CODE, _OF_NO_CLASS = "trust_remote_code=True", "Unrecognized configuration class"
+_HAS_CODE = "the model has Python code of its own; read it, and run it with --trust-remote-code"
 _INITIALISERS = ("torch.nn.init", "transformers.initialization")  # change their first argument, and return it
 
 
@@ -192,6 +195,8 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(str(hf_model), trust_remote_code=trust_remote_code)
     except Exception as error:  # each class validates in its own way
+        if not trust_remote_code and _OF_CODE in str(error):
+            raise ConfigError(f"--hf-model {hf_model}: {_HAS_CODE}") from error
         raise ConfigError(
             f"--hf-model {hf_model}: can't load the HF config: {config_fault(path, error)}"
         ) from error
@@ -228,15 +233,17 @@ def build_definition(
     with seeded(0), init_empty_weights():  # what a class draws for its attributes and buffers, all ranks have
         try:
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        except ValueError as error:
-            reason = str(error).partition("\n")[0]  # all that there are follow
-            raise ConfigError(f"transformers has no {objective.model} for this config: {reason}") from error
         except ImportError as error:  # transformers says which package, and how to install it
             reason = " ".join(str(error).split())
             raise ConfigError(f"transformers can't make this {objective.model}: {reason}") from error
         except MegaschedError:
             raise
         except Exception as error:  # a size or a value that some module in it does not take
+            if not trust_remote_code and _OF_CODE in str(error):
+                raise ConfigError(_HAS_CODE) from error
+            if _OF_NO_CLASS in str(error):
+                reason = str(error).partition("\n")[0]  # all that there are follow
+                raise ConfigError(f"transformers has no {objective.model} for this config: {reason}") from error
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.600}"
             what = f"the class of {type(config).__name__} can't be made of this config"
             raise ConfigError(f"{what}: {reason} ({_place(error)})") from error

@@ -92,6 +92,28 @@ def test_an_override_that_is_forgotten_on_resume(ranks, tmp_path):
         assert report.iterations == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "then", "said"),
+    [
+        (
+            "",
+            "--train-iters 2",
+            "total number of iterations, in samples, is 8 there, and 16 .*--override-opt-param-s",
+        ),
+        ("", "--lr 0.25", "with another --lr or --min-lr"),
+        ("--use-distributed-optimizer", "--lr 0.25", "with another --lr or --min-lr"),
+    ],
+)
+def test_other_learning_rates_than_the_checkpoints_say_what_goes_on(ranks, tmp_path, kind, then, said):
+    folder, always = tiny.save("llama", tmp_path / "model"), ["--ckpt-format", "torch_dist", *kind.split()]
+    saving = [*always, "--save", str(tmp_path / "ckpt"), "--save-interval", "1"]
+    ranks.run(1, train, folder, saving, iterations=1)
+    iterations = 2 if "iters" in then else 1
+    loading = [*always, "--load", str(tmp_path / "ckpt"), *(then.split() if iterations == 1 else [])]
+    with pytest.raises(RankError, match=f"CheckpointError: .*\n.*{said}"):
+        ranks.run(1, train, folder, loading, iterations=iterations)
+
+
 def keys_of(folder: Path) -> dict[str, list[int]]:
     """Key -> global shape of every model tensor in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader

@@ -42,6 +42,10 @@ BOUND = (
     "and trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
     "--dist-ckpt-optim-fully-reshardable"
 )
+# What Megatron says of learning rates that are not those of the checkpoint: core/optimizer_param_scheduler.py:333, and
+# core/optimizer/optimizer.py:641, which is a KeyError of a tuple in core/optimizer/distrib_optimizer.py:969.
+_OTHER_SCHEDULE = re.compile(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match")
+_OTHER_GROUPS = "Could not find parameter group with key"
 
 
 def loaded(
@@ -197,10 +201,28 @@ def _told(load: Callable[[], Any], folder: Path) -> Any:
         bound = [BOUND] if any(BUFFERS in text for text in said) else []
         raise _refusal(folder, _unreadable(folder) or [*said, *bound]) from error
     except Exception as error:
-        damaged = _unreadable(folder)
-        if damaged:
-            raise _refusal(folder, damaged) from error
+        why = _unreadable(folder) or _other_rates(error)
+        if why:
+            raise _refusal(folder, why) from error
         raise
+
+
+def _other_rates(error: Exception) -> list[str]:
+    """Returns what to do about an error of Megatron's on learning rates that are not those of the checkpoint."""
+    said = str(error)
+    if found := _OTHER_SCHEDULE.search(said):
+        ours, kept, what = found.groups()
+        what = what.replace("iterations", "iterations, in samples,")
+        way = (
+            "--override-opt-param-scheduler goes on with this one, --use-checkpoint-opt-param-scheduler with that"
+        )
+        return [f"{what} is {kept} there, and {ours} in this run; {way}"]
+    if _OTHER_GROUPS in said or (isinstance(error, KeyError) and isinstance(error.args[0], tuple)):
+        what = (
+            "it was written with another --lr or --min-lr, by which Megatron finds the states of parameters again"
+        )
+        return [f"{what}: give the same, or --no-load-optim to begin with new ones"]
+    return []
 
 
 def _unreadable(folder: Path) -> list[str]:
