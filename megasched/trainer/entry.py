@@ -45,6 +45,7 @@ from megasched.trainer.current_session import set_cluster_flags
 from megasched.trainer.flags.arguments import add_megasched_arguments, refuse_unsupported
 from megasched.trainer.flags.flag_parser import FlagParser
 from megasched.trainer.flags.rehearsal import rehearsal_flags, rehearsal_mode, without_kernel_packages
+from megasched.trainer.flags.sft import check_conversations
 from megasched.transformers_names import missing_names
 from megasched.versions import TESTED, warning_of
 
@@ -205,16 +206,19 @@ def check_data_paths(argv: Sequence[str]) -> None:
     """Checks that there is something at each path to data, before anything heavy is imported.
 
     Raises:
-        ConfigError: with all that are missing.
+        ConfigError: with all that are missing; or a file of conversations has none.
     """
-    paths: list[str] = []
+    paths: list[tuple[str, str]] = []
     flag = ""
     for word in argv:
         flag, equals, value = word.partition("=") if word.startswith("--") else (flag, "=", word)
-        paths += [f"{flag} {value}"] if equals and flag in DATA_PATHS else []
-    missing = [path for path in paths if not _has_data(path.partition(" ")[2])]
+        paths += [(flag, value)] if equals and flag in DATA_PATHS else []
+    missing = [f"{flag} {path}" for flag, path in paths if not _has_data(path)]
     if missing:
         raise ConfigError("\n".join(f"{path}: no data: no such file or folder, and no .bin" for path in missing))
+    if "--sft" in argv:
+        for flag, path in paths:
+            check_conversations(path, flag)
 
 
 def _has_data(path: str) -> bool:

@@ -42,8 +42,8 @@ BOUND = (
     "and trained parameters alone. Resume it with --no-load-optim; states that fit any run are written with "
     "--dist-ckpt-optim-fully-reshardable"
 )
-# What Megatron says of learning rates that are not those of the checkpoint: core/optimizer_param_scheduler.py:333, and
-# core/optimizer/optimizer.py:641, which is a KeyError of a tuple in core/optimizer/distrib_optimizer.py:969.
+# What Megatron says of learning rates that are not those of the checkpoint: core/optimizer_param_scheduler.py:333,
+# and core/optimizer/optimizer.py:641, which is a KeyError of a tuple in core/optimizer/distrib_optimizer.py:969.
 _OTHER_SCHEDULE = re.compile(r"value (\S+) and checkpoint ?value (\S+) for (.+) do not match")
 _OTHER_GROUPS = "Could not find parameter group with key"
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
+from itertools import islice
+
+from megasched.reading.files import Expected, open_regular
+from megasched.reading.json_file import parse_json
 
 TOKENIZER = "SFTTokenizer"
 # The tokens that begin turns in Megatron's own prompt formats
@@ -13,6 +17,33 @@ MARKS = {
     "nemotron-nano-v2": ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<unk>"),
     "identity": ("<unk>",),
 }
+CONVERSATIONS = Expected('lines of {"messages": [{"role": "system", "content": "..."}, ...]}')
+_FORM = {"messages": [{"role": str}]}
+_LINES = 1000  # that are looked at: of a large file, those that show what it is
+
+
+def check_conversations(path: str, flag: str) -> None:
+    """Checks the first lines of a file of conversations (``.jsonl``), whose faults Megatron says without a name.
+
+    Raises:
+        ConfigError: one is no conversation, or there is none.
+    """
+    if "://" in path or not path.endswith(".jsonl"):
+        return
+    expected, found = CONVERSATIONS.named_by(flag), 0
+    with open_regular(path, expected) as file:
+        for number, line in enumerate(islice(file, _LINES), start=1):
+            if not line.strip():
+                continue
+            try:
+                messages = parse_json(line.decode(), _FORM)["messages"]
+            except ValueError as error:
+                raise expected.refusal(path, f"line {number}: {str(error).removeprefix('line 1, ')}") from error
+            if not messages:
+                raise expected.refusal(path, f"line {number}: messages is empty")
+            found += 1
+    if not found:
+        raise expected.refusal(path, "it has no line")
 
 
 def sft_conflicts(args: argparse.Namespace) -> list[str]:

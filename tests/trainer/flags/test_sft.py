@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megasched.errors import ConfigError
+from megasched.trainer.entry import check_data_paths
 from megasched.trainer.flags import sft
 from megasched.trainer.flags.sft import sft_conflicts, unlearned_end
 
@@ -88,6 +90,32 @@ def test_it_is_said_where_ends_of_answers_are_out_of_the_loss(folder, tmp_path):
         assert "filled with <SPECIAL_12>, which is then out of the loss" in said
     assert unlearned_end(arguments(folder, sft_tokenizer_prompt_format="default")) == ""
     assert unlearned_end(arguments(tmp_path)) == ""  # Megatron's own formats fill with other tokens
+
+
+GOOD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it has no line"),
+        ("\n\n", "it has no line"),
+        (GOOD + '{"messages": [{"role"', "line 2: column 22: it is no JSON"),
+        ('{"text": "Hi"}\n', "line 1: messages is missing"),
+        (GOOD + '{"messages": []}\n', "line 2: messages is empty"),
+        ('{"messages": [{"content": "Hi"}]}\n', "line 1: messages[0].role is missing"),
+    ],
+)
+def test_a_file_without_conversations_is_named_with_its_line(tmp_path, text, said):
+    good, file = tmp_path / "good.jsonl", tmp_path / "data.jsonl"
+    good.write_text(GOOD)
+    file.write_text(text)
+    argv = ["--sft", "--train-data-path", "0.5", str(good), "0.5", str(file)]
+    with pytest.raises(ConfigError) as raised:
+        check_data_paths(argv)
+    assert str(raised.value).startswith(f"--train-data-path {file}: {said}")
+    check_data_paths(argv[1:])
+    check_data_paths(argv[:4])
 
 
 @pytest.mark.parametrize(
