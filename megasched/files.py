@@ -25,7 +25,8 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or os.path.abspath(error.filename).startswith(hidden):
+        unnamed = error.filename is None or os.path.abspath(error.filename).startswith(hidden)
+        if unnamed and error.errno is not None:  # one without a number has a text of its own
             error.filename, error.filename2 = str(path), None
         raise
 

@@ -52,9 +52,11 @@ def fuse_gates(model: nn.Module, columns: Iterable[tuple[str, ...]], here: Calla
         if len(paths) != 2 or len(parents) != 1:
             continue
         (parent,) = parents
+        if not here(parent):  # where there may be none, as of other stages
+            continue
         module = model.get_submodule(parent)
         names = tuple(path.rpartition(".")[2] for path in paths)
-        if not here(parent) or "forward" in vars(module) or not is_of_transformers(module):
+        if "forward" in vars(module) or not is_of_transformers(module):
             continue
         mlp = tried_once(_TRIED, _state(module, names), partial(_gated_mlp, module, names))
         if mlp is not None:
