@@ -19,7 +19,7 @@ from megasched.language.lora import A, B, Lora
 from megasched.language.parallel_dims import ParallelDims
 from megasched.model_adapters.registry import load_adapter
 from megasched.reading.files import read_bytes
-from megasched.trainer.session import open_session
+from megasched.trainer.session import Session, open_session
 from megasched.verify import batches as make
 from megasched.verify import recording, trainer_run
 from megasched.verify.batches import unreached_windows
@@ -113,14 +113,7 @@ class Steps:
             ConfigError, ScheduleError: what a run would refuse about model, schedule and layout.
         """
         subject, config = self.subject, self._config()
-        session = open_session(
-            schedule,
-            subject.folder,
-            self.layout,
-            trust_remote_code=subject.trust_remote_code,
-            objective=subject.objective.name,
-            adapter=subject.adapter,
-        )
+        session = subject.open_session(schedule, self.layout, subject.folder)
         length = make.sequence_length(self.layout, config, subject.objective)
         session.freeze_unreached(make.MICRO_BATCH, length)
         session.stage_layers(length)
@@ -212,6 +205,20 @@ class Subject:
     adapter: str | None = None
     notes: tuple[str, ...] = ()
     lacks: tuple[Lack, ...] = ()
+
+    def open_session(
+        self, schedule: str, layout: ParallelDims, hf_model: str, overrides: Sequence[str] = ()
+    ) -> Session:
+        """Opens the session of a run of this folder, or of the model that it is a copy of, in this process."""
+        return open_session(
+            schedule,
+            hf_model,
+            layout,
+            overrides=overrides,
+            trust_remote_code=self.trust_remote_code,
+            objective=self.objective.name,
+            adapter=self.adapter,
+        )
 
 
 def make_subject(

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective, find_objective
@@ -18,7 +16,6 @@ from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule_file import find_schedule, split_file
 from megasched.trainer.evidence.certificate import subject_of, write_certificate
-from megasched.trainer.session import open_session
 from megasched.verify.compare_step import StepComparison
 from megasched.verify.locate.bisect import Call, bisect_records, write_without
 from megasched.verify.parity import failure, refusal_of
@@ -98,23 +95,16 @@ def _note_lacking_layers(found: Verification, subject: Subject, overrides: Seque
     """Notes that a schedule can't be planned for a small copy alone, and can for the whole model."""
     if found.verdict != "refused" or not subject.small:
         return
-    planned = partial(
-        _is_planned,
-        found.schedule,
-        found.layout,
-        trust_remote_code=subject.trust_remote_code,
-        objective=subject.objective.name,
-        adapter=subject.adapter,
-    )
-    if not planned(subject.folder) and planned(found.hf_model, overrides=overrides):
+
+    def is_planned(hf_model: str, overrides: Sequence[str] = ()) -> bool:
+        try:
+            session = subject.open_session(found.schedule, found.layout, hf_model, overrides)
+            return session.plan is not None
+        except MegaschedError:
+            return False
+
+    if not is_planned(subject.folder) and is_planned(found.hf_model, overrides):
         found.notes.append(f"the copy has {found.layers} layers; --layers gives it more")
-
-
-def _is_planned(schedule: str, layout: ParallelDims, hf_model: str, **asked: Any) -> bool:
-    try:
-        return open_session(schedule, hf_model, layout, **asked).plan is not None
-    except MegaschedError:
-        return False
 
 
 def certify(
