@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -331,6 +332,17 @@ def _set_mode(model: nn.Module) -> None:
             module.train()
 
 
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Runs its body without the checks of torch.distributions, which read values, as ``torch.compile`` does."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
 def run_on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -353,6 +365,7 @@ def run_on_meta(
         nullcontext() if leaves_traces else undisturbed(model),
         torch.set_grad_enabled(autograd),
         torch.device("meta"),
+        _unchecked_distributions(),
         Functions(mode),
         mode,
     ):

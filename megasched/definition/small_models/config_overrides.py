@@ -76,7 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": _SWA,
         "intermediate_size": 128,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0],
     },
     "gemma4": {"text_config": _SHARED_KV},
     "gemma4_assistant": _ASSISTANT,
