@@ -14,6 +14,7 @@ from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.locate.place import first_weight, first_wrong, of_gradient, of_loss, of_norm, place_of
 from megasched.verify.numbers import VALIDATION, Check, Errors, Number, difference, errors_of, own_errors
 from megasched.verify.parity import refusal_of
+from megasched.verify.plain.draws import NOTE
 from megasched.verify.plain.runs import PlainRun
 from megasched.verify.ranks.pool import RankError
 from megasched.verify.recording import PlanFacts, RankReport
@@ -309,4 +310,4 @@ def _notes(plain: PlainRun) -> list[str]:
     ):
         few = f"{', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}"
         found += [f"{what} {few}"] if names else []
-    return found
+    return found + ([NOTE] if plain.drawn else [])

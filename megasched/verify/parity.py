@@ -96,7 +96,8 @@ def check_layout(
     flags += ["--trust-remote-code"] if trust_remote_code else []
     flags += ["--adapter", adapter] if adapter else []
     options: dict[str, Any] = {"schedule": schedule, "iterations": 1, "random_init": False, "tokens": TOKENS}
-    of_folder = {"random_init": False, "trust_remote_code": trust_remote_code}
+    options["mean_draws"] = True
+    of_folder = {"random_init": False, "trust_remote_code": trust_remote_code, "mean_draws": True}
     try:
         if layout.of_experts and not ranks.run(1, routes_to_experts, folder, timeout=timeout)[0]:
             return Outcome("not applicable", {}, why="its tokens go through no experts")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megasched.definition.build import build_definition, load_config
 from megasched.definition.objectives import CAUSAL_LM, Objective
 from megasched.definition.small_models.shrink import TOKENS
+from megasched.verify.plain.draws import MeanDraws
 from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.loss import IGNORED, labels_of, loss_of
 from megasched.verify.plain.watching import Float64, Sightings
@@ -84,6 +86,7 @@ def hf_step(
     in_float64: bool = False,
     per_token: bool = False,
     draw: int = 0,
+    mean_draws: bool = False,
 ) -> HfStep:
     """Runs one global batch through the unscheduled definition in plain torch.
 
@@ -91,14 +94,14 @@ def hf_step(
         per_token: give the same weight to each label (``--calculate-per-token-loss``), not to each micro-batch.
         in_float64: compute in float64 throughout, whatever the definition's own code says.
         draw: of ``nudge``, which changes each weight by a rounding.
+        mean_draws: as ``MeanDraws``.
     """
     model = hf_model(folder, random_init=random_init, trust_remote_code=trust_remote_code)
     nudge(model, draw)
-    if not in_float64:
-        return _step_of(model, batches, per_token)
-    own_experts(model)
-    model = model.double()
-    with Float64():
+    if in_float64:
+        own_experts(model)
+        model = model.double()
+    with Float64() if in_float64 else nullcontext(), MeanDraws() if mean_draws else nullcontext():
         return _step_of(model, batches, per_token)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from megasched.analysis.find_layer_stack import changed_by_evaluation
+from megasched.analysis.recording.meta_call import example_inputs, meta_copy, run_on_meta
 from megasched.attributes import Undo, undo_all, wrap_attribute
 from megasched.definition.objectives import CAUSAL_LM
 from megasched.definition.sequence_split import Zigzag
@@ -24,6 +25,7 @@ from megasched.trainer import entry
 from megasched.trainer.current_session import get_session
 from megasched.trainer.flags.rehearsal import rehearsal_flags
 from megasched.verify.lora import telling_adapters
+from megasched.verify.plain.draws import MeanDraws
 from megasched.verify.plain.watching import Watch, silence
 from megasched.verify.ranks.pool import cache_folder
 from megasched.verify.recording import (
@@ -68,6 +70,7 @@ def train(
     as_it_is: bool = False,
     look: Look | None = None,
     rehearse: bool = True,
+    mean_draws: bool = False,
 ) -> RankReport:
     """Runs Megatron's trainer on this rank and returns what it saw; see ``run_trainer``.
 
@@ -77,6 +80,7 @@ def train(
         as_it_is: count the label of the last position, too, which HF does not look at; launched runs do.
         look: watch what every module takes and gives; adapters are those that ``telling_adapters`` makes.
         rehearse: with flags for a CPU; otherwise this rank has a GPU.
+        mean_draws: as ``MeanDraws``; so does a look that is silent.
     """
     from megasched.launch import pretrain_gpt, pretraining
 
@@ -84,7 +88,7 @@ def train(
     report = RankReport()
     serving = None if look is None else Serving(look, report, lambda chunk: _watch(_chunks[chunk]))
     undos = [
-        _record_steps(report, serving),
+        _record_steps(report, serving, mean_draws),
         *([] if look is None else _record_validation(report)),
         _record_finalized_gradients(report, 0 if look is None else look.step),
         *record_logits(report, look is not None),
@@ -138,18 +142,24 @@ def run_trainer(
     module.main()
 
 
-def _record_steps(report: RankReport, serving: Serving | None) -> Undo:
+def _record_steps(report: RankReport, serving: Serving | None, mean_draws: bool) -> Undo:
+    silent = serving is not None and serving.look.silent
+    drawing: AbstractContextManager[Any] = nullcontext()
+
     def train_step(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal drawing
         if not _chunks:
             from megatron.core.utils import unwrap_model
 
             _chunks.extend(unwrap_model(kwargs["model"] if "model" in kwargs else args[2]))
-            if serving is not None and serving.look.silent:
-                for chunk in _chunks:
-                    silence(chunk.definition)
+            for chunk in _chunks if silent else ():
+                silence(chunk.definition)
+            if (mean_draws or silent) and _draws(get_session().definition):
+                drawing = MeanDraws()
         if serving is not None and report.iterations == serving.look.step:
             report.before = _shards(_chunks, _value)
-        result = real(*args, **kwargs)
+        with drawing:
+            result = real(*args, **kwargs)
         if serving is not None:
             serving.close()
             report.facts = _facts(_chunks[0])
@@ -161,6 +171,18 @@ def _record_steps(report: RankReport, serving: Serving | None) -> Undo:
         return result
 
     return wrap_attribute("megatron.training.training:train_step", train_step)
+
+
+def _draws(definition: Any) -> bool:
+    """Returns whether a definition draws random numbers while it trains, with its dropouts off."""
+    copied = meta_copy(definition)
+    silence(copied)
+    inputs = example_inputs(copied)
+    if inputs is None:
+        return False
+    with MeanDraws() as mode:
+        run_on_meta(copied, inputs)
+    return mode.drawn
 
 
 def _record_validation(report: RankReport) -> list[Undo]:

@@ -9,6 +9,7 @@ from transformers import GPT2Config, MistralConfig
 from megasched.definition.small_models.small_models import small_config, write_model, write_small_model
 from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, unreached_windows
+from megasched.verify.plain.draws import NOTE
 from megasched.verify.plain.runs import Batches, PlainModel
 from megasched.verify.steps import make_subject
 from megasched.verify.verify import verify_schedule
@@ -96,6 +97,18 @@ def test_a_class_with_a_scalar_a_dropout_and_two_losses_of_its_own(ranks, tmp_pa
     found = verify_schedule("auto", str(tmp_path), ParallelDims(), trust_remote_code=True, ranks=ranks)
     assert (found.verdict, found.why) == ("equal", "")
     assert found.notes == ["dropouts that stand in the code are off on both sides: model.norm.dropout"]
+
+
+def test_a_router_that_draws_its_experts_is_given_the_mean_of_what_it_draws(ranks, tmp_path):
+    """The ranks of a pipeline, and those that share out tokens, draw other numbers than one process does."""
+    folder = write_small_model("phimoe", tmp_path)
+    for layout in (
+        ParallelDims(pipeline_model_parallel_size=2),
+        ParallelDims(expert_model_parallel_size=2, data_parallel_size=2),
+    ):
+        found = verify_schedule("auto", folder, layout, ranks=ranks)
+        assert (found.verdict, found.why) == ("equal", "")
+        assert NOTE in found.notes
 
 
 def test_experts_that_no_token_reached_are_named(ranks, tmp_path):

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megasched.definition.small_models.small_models import small_config, write_small_model
 from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, make_batches
+from megasched.verify.plain.draws import MeanDraws
 from megasched.verify.plain.runs import OPTIMIZER, PlainError, PlainModel
 from tests import remote
 
@@ -52,6 +53,40 @@ def test_it_trains_as_torch_does(ranks, llama):
         torch.testing.assert_close(run.weights[name], parameter.detach())
     assert run.sightings.order[0] == ("model.embed_tokens", "out")
     assert run.unreached == []
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean"),
+    [
+        (lambda: torch.rand(3), 0.5),
+        (lambda: torch.rand_like(torch.ones(3)), 0.5),
+        (lambda: torch.randn(3), 0.0),
+        (lambda: torch.randn_like(torch.ones(3)), 0.0),
+        (lambda: torch.bernoulli(torch.tensor([0.2, 0.2])), 0.2),
+        (lambda: torch.bernoulli(torch.ones(2), p=0.3), 0.3),
+        (lambda: torch.empty(3).bernoulli_(0.7), 0.7),
+        (lambda: torch.empty(2).bernoulli_(torch.tensor([0.4, 0.4])), 0.4),
+        (lambda: torch.empty(3).uniform_(0.5, 2.0), 1.25),
+        (lambda: torch.empty(3).uniform_(), 0.5),
+        (lambda: torch.empty(3).normal_(0.25, 2.0), 0.25),
+        (lambda: torch.empty(3).exponential_(), 1.0),
+        (lambda: torch.empty(3).exponential_(4.0), 0.25),
+        (lambda: F.dropout(torch.full((3,), 0.75), 0.5), 0.75),
+        (lambda: torch.native_dropout(torch.full((3,), 0.75), 0.5, True)[0], 0.75),
+    ],
+)
+def test_what_is_drawn_is_the_mean_of_its_distribution(draw, mean):
+    with MeanDraws() as mode:
+        assert torch.equal(draw(), torch.full_like(draw(), mean))
+        assert mode.drawn
+
+
+def test_nothing_is_drawn_where_no_dropout_is_on():
+    value = torch.rand(3)
+    with MeanDraws() as mode:
+        assert torch.equal(F.dropout(value, 0.5, training=False), value)
+        assert torch.equal(torch.native_dropout(value, 0.5, False)[0], value)
+        assert not mode.drawn
 
 
 MINE = """

@@ -7,9 +7,11 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
+from torch.nn import functional
 
 import megasched
 from megasched import ConfigError, ParallelDims
+from megasched.verify.plain.draws import NOTE
 from megasched.verify.ranks.pool import init_megatron
 from tests.language.replacing import Around
 from tests.lowering.models import Mlp, randomize, tiny_model, token_ids
@@ -84,6 +86,17 @@ def test_an_mlp_in_this_process_and_over_two_ranks(ranks):
     assert report.notes == ["dropouts are off on both sides: drop"]
     assert str(report).splitlines()[0] == "Mlp under a schedule of 2 calls at TP2, against the module alone"
     assert "\noutputs" in str(report)
+
+
+class Noisy(Mlp):
+    def forward(self, x):
+        return super().forward(functional.dropout(x, 0.5, self.training))
+
+
+def test_what_code_draws_is_the_mean_of_its_distribution(ranks):
+    report = megasched.verify(cut(randomize(Noisy())), inputs={"x": sequences()}, tp=2, ranks=ranks)
+    assert_equal(report, ["loss", "outputs", "gradients", "weights", "copies"])
+    assert report.notes == [NOTE]
 
 
 def test_random_states_stay_as_they_were():

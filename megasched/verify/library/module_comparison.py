@@ -25,6 +25,7 @@ from megasched.verify.locate.bisect import Call
 from megasched.verify.locate.locate import Finding, Locator
 from megasched.verify.numbers import Check, Errors, Number, add_gradients, add_replicas, difference
 from megasched.verify.parity import TOLERANCE
+from megasched.verify.plain.draws import NOTE
 from megasched.verify.plain.loading import nudge, own_experts
 from megasched.verify.plain.watching import Float64, Sightings
 from megasched.verify.recording import PlanFacts, RankReport, components_of
@@ -101,14 +102,15 @@ class ModuleComparison:
         return checks, why_wrong(wrong, {}) if wrong else "copies: beyond the tolerance", finding
 
     def notes(self, steps: list[ModuleStep]) -> list[str]:
-        """Returns what no number tells: what was not compared, and dropouts that were switched off."""
+        """Returns what no number tells: what was not compared, and what is not drawn at random."""
         left = sorted(self._plain.gradients.keys() - self._whole(steps, "gradients").keys())
         found = list(self._remarks)
         found += [f"frozen, or made anew, by the schedule, so not compared: {some_of(left)}"] if left else []
         left = sorted(self._plain.buffers.keys() - self._whole(steps, "buffers").keys())
         found += [f"buffers that are not compared: {some_of(left)}"] if left else []
         silenced = sorted({*self._plain.silenced, *(path for step in steps for path in step.silenced)})
-        return found + ([f"dropouts are off on both sides: {some_of(silenced)}"] if silenced else [])
+        found += [f"dropouts are off on both sides: {some_of(silenced)}"] if silenced else []
+        return found + ([NOTE] if self._plain.drawn else [])
 
     # runs -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from megasched.plan.placement import Placement
+from megasched.verify.plain.draws import MeanDraws
 from megasched.verify.plain.runs import OPTIMIZER
 from megasched.verify.plain.watching import Sightings, Watch, silence
 from megasched.verify.recording import RankReport
@@ -55,6 +56,7 @@ class ModuleStep(RankReport):
         changes: largest change of each weight.
         trained: names of the parameters that require a gradient.
         silenced: modules whose dropout was on.
+        drawn: whether code drew random numbers, whose mean it was given.
     """
 
     buffers: dict[str, tuple[torch.Tensor, Placement]] = field(default_factory=dict)  # type: ignore[assignment]
@@ -62,6 +64,7 @@ class ModuleStep(RankReport):
     changes: dict[str, float] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     silenced: list[str] = field(default_factory=list)
+    drawn: bool = False
 
 
 def take_step(
@@ -83,7 +86,8 @@ def take_step(
     silenced, parameters = silence(model), dict(model.named_parameters())
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     watch = Watch(model, [path for path, _ in model.named_modules() if path])
-    with _seeded(), torch.enable_grad():
+    drawing = MeanDraws()
+    with _seeded(), drawing, torch.enable_grad():
         own = example.mapped(lambda tensor: tensor.detach().clone())  # a module may write into its input
         output = _of_whole_batch(model(**own.inputs), replicas)
         loss = example.loss(output)
@@ -120,6 +124,7 @@ def take_step(
         changes={names.get(name, name): change for name, change in changes.items()},
         trained=frozenset(names.get(name, name) for name in trained),
         silenced=silenced,
+        drawn=drawing.drawn,
     )
 
 

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import transformers
+from draws import MeanDraws
 from loading import Job, load_model
 from loss import IGNORED, Labels, labels_of, loss_of
 from safetensors.torch import load_file, save_file
@@ -203,6 +204,7 @@ def run(job: Job, folder: Path) -> Results:
     results = Results(folder)
     model = load_model(job, folder)
     results.numbers["silenced"] = silence(model) if job.silent else []
+    drawing = MeanDraws()
     inputs, labels = batches_of(job, folder)
     optimizer = make_optimizer(model, job.optimizer)
     parameters = dict(model.named_parameters())
@@ -220,7 +222,8 @@ def run(job: Job, folder: Path) -> Results:
     for number, micro_batches in enumerate(batches):
         if number == job.look_step > 0:
             results.add("before", parameters)
-        seen = step(model, job, micro_batches, number, results, takes=takes)
+        with drawing if job.silent else nullcontext():
+            seen = step(model, job, micro_batches, number, results, takes=takes)
         if seen is not None:
             note_sightings(seen, results)
         if job.rounded:
@@ -239,6 +242,7 @@ def run(job: Job, folder: Path) -> Results:
         for index, part in enumerate(parts)
         if not part and (index == 0 or any(parts))
     ]
+    results.numbers["drawn"] = drawing.drawn
     results.numbers["validation"] = None if job.rounded else validate(model, job, batches[0], takes=takes)
     return results
 

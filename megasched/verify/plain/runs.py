@@ -89,6 +89,7 @@ class PlainRun:
         sightings: what was seen in the micro-batch that was looked at.
         unreached: parameters (and entries of stacked ones) that no step has given a gradient to.
         silenced: modules whose dropout was on.
+        drawn: whether code drew random numbers, whose mean it was given.
     """
 
     losses: list[float]
@@ -102,6 +103,7 @@ class PlainRun:
     sightings: Sightings
     unreached: list[str]
     silenced: list[str]
+    drawn: bool = False
     validation: float | None = None
 
 
@@ -232,5 +234,6 @@ def _read(folder: Path) -> PlainRun:
         sightings=seen,
         unreached=numbers["unreached"],
         silenced=numbers["silenced"],
+        drawn=numbers["drawn"],
         validation=numbers["validation"],
     )
