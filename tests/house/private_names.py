@@ -34,7 +34,6 @@ OTHERS = frozenset(
             "_Unpickler",
             "_actions",
             "_option_string_actions",
-            "_validate_args",
         ),
         *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_IncompatibleKeys", "_version"),
         *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_call_impl"),

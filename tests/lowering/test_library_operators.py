@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasched.analysis.recording.library_operators import library_operator
+from megasched.analysis.recording.operators import library_operator
 from megasched.analysis.recording.recorder import record_tape
 from megasched.analysis.rules.function_trials import FunctionTrials
 from megasched.analysis.trials.gradient_scale import why_by_scale

@@ -22,6 +22,21 @@ CODE = {
             def forward(self, x):
                 return self.parts["one"][0](x) + self.parts["other"][0](x)
         """,
+    "checks of values": """
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+        class Mlp(LlamaMLP):
+            def forward(self, x):
+                if not torch.isfinite(x).all():
+                    raise ValueError(f"the largest is {x.max().item()}")
+                h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+                assert self.is_small(h), f"of {h.shape}: {h.abs().max().item()}"
+                return self.down_proj(h)
+
+            def is_small(self, h):
+                return bool((h.abs() < 1e4).all())
+        """,
     "a buffer on a linear": """
         from transformers.models.llama.modeling_llama import LlamaMLP
 

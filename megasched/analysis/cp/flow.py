@@ -12,10 +12,9 @@ from torch import nn
 from megasched.analysis.cp.facts import CpFacts
 from megasched.analysis.cp.trial import REMEDY, Origin, RunningCall, dims_as_long
 from megasched.analysis.recording.backward_code import Function
-from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import ScalarAnswers, tensors_in
 from megasched.analysis.recording.numbers import CONSTANTS, goes_by_numbers, numbers_in
-from megasched.analysis.recording.operators import draws, written
+from megasched.analysis.recording.operators import LibraryOperator, draws, written
 from megasched.analysis.recording.sites import Site
 from megasched.analysis.rules.follow import follow
 from megasched.analysis.rules.function_trials import FunctionTrials

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.operators import LibraryOperator
 from megasched.attributes import replaced
 
 # Their functions are known: what they do to gradients belongs to how ranks work together, or changes nothing.

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from megasched.analysis.recording.library_operators import library_operator
 from megasched.analysis.recording.meta_results import MetaResults
-from megasched.analysis.recording.sites import Site, asking_site
+from megasched.analysis.recording.operators import library_operator
+from megasched.analysis.recording.sites import Line, Site, asking_site, running_lines
 from megasched.collector import collector_paused
 from megasched.definition.module_copy import copy_module
 from megasched.definition.objectives import objective_of
@@ -38,8 +37,14 @@ def meta_copy(model: nn.Module) -> nn.Module:
         return copy_module(model, memo)
 
 
+# Lines of questions that code asks to check values, and fails by 0 or False; ``checks.py`` finds them.
+PASSED: set[tuple[Line, ...]] = set()
+
+
 class ScalarAnswers(TorchDispatchMode):
     """Answers questions about values, which meta tensors lack, with zero or False, or with another number.
+
+    What ``PASSED`` holds gets one or True instead.
 
     ``analysis/trials/ways.py`` tries what code does with other answers.
 
@@ -137,7 +142,12 @@ class ScalarAnswers(TorchDispatchMode):
         how_many = func not in _VALUES
         self.asked_about_values(masks or tensors_in(args), site, how_many=how_many)
         usual = 1 if how_many else self.answer
-        return usual if site is None else self.answers.get(site, usual)
+        answer = usual if site is None else self.answers.get(site, usual)
+        return answer if answer or how_many else int(self.passes())
+
+    def passes(self) -> bool:
+        """Returns whether the code that runs asks to check values."""
+        return bool(PASSED) and running_lines() in PASSED
 
 
 # What ``ScalarAnswers`` looks at; all else, which is nearly all, passes it by.
@@ -332,17 +342,6 @@ def _set_mode(model: nn.Module) -> None:
             module.train()
 
 
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Runs its body without the checks of torch.distributions, which read values, as ``torch.compile`` does."""
-    checked = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(checked)
-
-
 def run_on_meta(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -365,7 +364,6 @@ def run_on_meta(
         nullcontext() if leaves_traces else undisturbed(model),
         torch.set_grad_enabled(autograd),
         torch.device("meta"),
-        _unchecked_distributions(),
         Functions(mode),
         mode,
     ):

@@ -1,4 +1,4 @@
-"""Reads facts about an operation from its schema and its tags, never from parts of its name."""
+"""Reads facts about an operation from its schema, its tags and its kernels, never from parts of its name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
+
+# Namespaces of torch's operators, and keys of an operator's own backward.
+_OF_TORCH = {"aten", "prims", "prim", "quantized", "profiler", "_c10d_functional", "c10d_functional", "c10d"}
+_KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
 # Arguments by which an operation that may draw random numbers says that it does not: the chance to drop something,
 # and whether the model trains.
@@ -81,3 +85,28 @@ def fills_storage(tensor: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     """Returns a number that is equal for all tensors with one storage, as a parameter and its ``.data`` have."""
     return tensor.untyped_storage()._cdata
+
+
+class LibraryOperator:
+    """Presents an operator as an ``autograd.Function`` whose ``apply`` takes its positional and keyword arguments.
+
+    Args:
+        operator: the operator, as torch dispatches it.
+    """
+
+    def __init__(self, operator: torch._ops.OpOverload) -> None:
+        self.operator = operator
+        self.__name__ = str(operator)
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the operator's output."""
+        return self.operator(*args, **kwargs)
+
+
+@cache
+def library_operator(func: Any) -> LibraryOperator | None:
+    """Returns an operator whose backward is not torch's, as the same object each time; None for all others."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _OF_TORCH:
+        return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return LibraryOperator(func) if any(has_kernel(func.name(), key) for key in _KEYS) else None

@@ -12,6 +12,7 @@ from torch import nn
 
 from megasched.analysis.recording.backward_code import Function, watched_backward
 from megasched.analysis.recording.chance import PythonDraws
+from megasched.analysis.recording.checks import pass_checks
 from megasched.analysis.recording.meta_call import (
     ScalarAnswers,
     call_hooks,
@@ -36,6 +37,7 @@ from megasched.analysis.recording.tape import (
 from megasched.analysis.recording.trees import snapshot
 from megasched.collector import collector_paused
 from megasched.definition import attention_interface
+from megasched.errors import ScheduleError
 
 
 class Enough(BaseException):
@@ -84,6 +86,8 @@ def record_tape(
 ) -> Tape:
     """Runs a forward in training mode with gradients, and returns its tape.
 
+    Where a check of values fails, which a trial does not have, it runs again, with an answer that passes.
+
     Args:
         model: a ``meta_copy`` of a definition.
         inputs: arguments of its forward, tensors on meta.
@@ -103,14 +107,20 @@ def record_tape(
     buffers = dict(model.named_buffers())
     recorder = _Recorder(model, inputs, boundaries, answers, lines=lines, until_loss=until_loss, most=most_calls)
     output = None
-    with (
-        suppress(Enough),
-        nullcontext() if own_loss else loss_function_of(model, recorder.lose),
-        attention_interface.use_attention(recorder.attend),
-        call_hooks(model, recorder.before, recorder.after),
-        watched_backward(recorder.custom_function, recorder.hook_registered, recorder.packs),
-    ):
-        output = run_on_meta(model, inputs, recorder, autograd=True)
+    try:
+        with (
+            suppress(Enough),
+            nullcontext() if own_loss else loss_function_of(model, recorder.lose),
+            attention_interface.use_attention(recorder.attend),
+            call_hooks(model, recorder.before, recorder.after),
+            watched_backward(recorder.custom_function, recorder.hook_registered, recorder.packs),
+        ):
+            output = run_on_meta(model, inputs, recorder, autograd=True)
+    except ScheduleError:
+        if not pass_checks(model, inputs):
+            raise
+        options: dict[str, Any] = {"own_loss": own_loss, "lines": lines, "until_loss": until_loss}
+        return record_tape(model, inputs, boundaries, answers=answers, most_calls=most_calls, **options)
     now = dict(model.named_buffers())
     return Tape(
         model,

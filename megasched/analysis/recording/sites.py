@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -59,6 +60,15 @@ def running_lines() -> tuple[Line, ...]:
             break
         frame = frame.f_back
     return tuple(found)
+
+
+def raising_line(error: BaseException) -> Line | None:
+    """Returns the innermost line of the definition's code that an error came through; None if there is none."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if _is_definition(frame.f_globals):
+            found = id(frame.f_code), frame.f_lasti
+    return found
 
 
 def site_of(lines: tuple[Line, ...]) -> Site | None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megasched.analysis.recording.backward_code import Function
-from megasched.analysis.recording.library_operators import LibraryOperator
 from megasched.analysis.recording.meta_call import tensors_in
+from megasched.analysis.recording.operators import LibraryOperator
 from megasched.analysis.rules.op_rules import op_rule
 from megasched.analysis.tp.operations import LabelRun
 from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE, SEQUENCE_SHARD

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megasched.analysis.recording.checks import pass_checks, state_of
 from megasched.analysis.recording.meta_call import call_hooks, meta_copy, run_on_meta, to_meta
 from megasched.attributes import replaced
 from megasched.definition.attention_interface import EAGER_MASK, NAME, NAMES, registered, use_attention
@@ -118,8 +119,14 @@ def _probe(model: nn.Module, name: str) -> nn.Module:
 def _run(probe: Any, inputs: Mapping[str, Any] | None) -> None:
     if inputs is None:
         inputs = objective_of(probe).trial_inputs(probe.config, *_SIZES[0])
-    with call_hooks(probe):
-        run_on_meta(probe, to_meta(dict(inputs)))
+    inputs = to_meta(dict(inputs))
+    try:
+        with call_hooks(probe):
+            run_on_meta(probe, inputs)
+    except ScheduleError:
+        if not pass_checks(probe, inputs):
+            raise
+        _run(probe, inputs)
 
 
 def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | None) -> bool:
@@ -136,7 +143,7 @@ def _computes_another(model: nn.Module, name: str, inputs: Mapping[str, Any] | N
 
     def ours(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = default.pop() if default else None
-        kind = (function, _state(module), form_of((args, kwargs)))
+        kind = (function, state_of(module), form_of((args, kwargs)))
         if id(module) in callers and kind not in tried:
             tried[kind] = function is not None and _agree(function, real, module, args, kwargs)
             if not tried[kind]:
@@ -171,12 +178,6 @@ def _defaults_seen(seen: list[Callable[..., Any]]) -> Iterator[None]:
 
     with replaced(AttentionInterface, "get_interface", get_interface):
         yield
-
-
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    """Returns the class, numbers and names that a function may read off the module that calls it."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-    return type(module), tuple(sorted(plain.items()))
 
 
 def form_of(arguments: Any) -> tuple[Any, ...]:

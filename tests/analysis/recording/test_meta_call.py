@@ -1,6 +1,5 @@
 """What a trial call answers where a model asks for values."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -31,28 +30,6 @@ def test_autograd_is_on_where_it_is_asked_for():
     model = meta_copy(Asks())
     run_on_meta(model, {"x": torch.zeros(2, 3, 4, device="meta")}, autograd=True)
     assert model.seen[1] is True
-
-
-class Sparse(nn.Module):
-    """Keeps what lies above a quantile, as the MLPs of Gemma 3n do."""
-
-    def forward(self, x):
-        self.checks = torch.distributions.Distribution._validate_args
-        normal = torch.distributions.Normal(x.mean(-1, keepdim=True), x.std(-1, keepdim=True))
-        return torch.relu(x - normal.icdf(torch.tensor(0.9)))
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_distributions_do_not_check_values_that_a_trial_lacks(checked):
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(checked)
-    try:
-        model = meta_copy(Sparse())
-        assert run_on_meta(model, {"x": torch.zeros(2, 3, device="meta")}).shape == (2, 3)
-        assert model.checks is False
-        assert torch.distributions.Distribution._validate_args is checked
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 class Holder(nn.Module):
