@@ -12,6 +12,7 @@ from megasched.language.parallel_dims import ParallelDims
 from megasched.verify.batches import IGNORED, make_batches
 from megasched.verify.plain.draws import MeanDraws
 from megasched.verify.plain.runs import OPTIMIZER, PlainError, PlainModel
+from megasched.verify.plain.watching import Watch
 from tests import remote
 
 ONE = ParallelDims()
@@ -165,3 +166,14 @@ def test_an_id_that_stands_for_a_picture_is_left_out():
     config = small_config("llama")
     config.image_token_id = 77
     assert 77 not in make_batches(config, ONE).inputs["input_ids"]
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "llama4_text", "longcat_flash"])
+def test_nothing_is_seen_inside_of_experts(model_type):
+    """A rank has some of them, and tokens of other ranks."""
+    model = AutoModelForCausalLM.from_config(small_config(model_type))
+    watch = Watch(model, dict(model.named_modules()))
+    model(input_ids=torch.arange(8)[None])
+    seen = {path for path, _ in watch.close().order}
+    assert any(path.endswith(".experts") for path in seen)
+    assert not any(".experts." in path for path in seen)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 Event = tuple[str, Literal["in", "out"]]
-# What transformers (integrations/moe.py) leaves on every module that holds all of a layer's experts.
+# What transformers (integrations/moe.py) leaves on most modules that hold all of a layer's experts.
 _OF_EXPERTS = "is_transposed"
 
 
@@ -47,8 +47,8 @@ class Watch:
     """Watches a running model; each module is seen once, in the first forward that it is part of.
 
     Its hooks are the last to see a module's input and output, so that what a lowering puts around a module counts
-    as the module's. Inside of HF's experts nothing is seen: in which order an expert's tokens come there is left
-    to a sort that is not stable.
+    as the module's. Inside of a layer's experts nothing is seen: in which order an expert's tokens come there is
+    left to a sort that is not stable, and a rank may have some of them.
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
@@ -58,7 +58,7 @@ class Watch:
         self._kept: list[torch.Tensor] = []  # so that no id comes to stand for another tensor
         self._handles = []
         modules = dict(model.named_modules())
-        experts = tuple(f"{path}." for path, module in modules.items() if hasattr(module, _OF_EXPERTS))
+        experts = tuple(f"{path}." for path, module in modules.items() if _holds_experts(module))
         for path, module in modules.items():
             if path in paths and not path.startswith(experts):
                 self._handles += [
@@ -105,6 +105,13 @@ class Watch:
 
     def _note_gradient(self, event: Event, gradient: torch.Tensor) -> None:
         self.seen.gradients[event] = gradient.detach().clone()
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Returns whether a module holds all of a layer's experts: by HF's mark, or in several stacks of matrices."""
+    stacks = [held for held in module.parameters(recurse=False) if held.dim() == 3]
+    bare = not any(True for child in module.children() for _ in child.parameters())
+    return hasattr(module, _OF_EXPERTS) or (len(stacks) > 1 and bare)
 
 
 class Float64(TorchFunctionMode):
