@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from transformers import MixtralForCausalLM
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from megasched import create_schedule
-from megasched.definition.experts import find_experts, not_apart
+from megasched.definition.experts import expert_count, find_experts, is_experts, not_apart, returns_beyond
 from megasched.definition.small_models.small_models import small_config
 from megasched.errors import ScheduleError
 from megasched.language.parallel_dims import ParallelDims
@@ -34,7 +35,7 @@ def on_meta(model_type: str):
     ("model_type", "layers"),
     [
         *(("mixtral", 4), ("qwen3_moe", 4), ("olmoe", 4), ("deepseek_v3", 3), ("gpt_oss", 4), ("qwen2_moe", 4)),
-        ("llama4_text", 4),
+        *(("llama4_text", 4), ("longcat_flash", 4)),
     ],
 )
 def test_found_in_every_layer_that_has_them(model_type, layers):
@@ -70,6 +71,84 @@ def test_batched_experts_that_mix_their_rows_stay_whole():
     experts.__class__ = Mixing
     assert list(not_apart(model)) == ["model.layers.1.feed_forward.experts"]
     assert "model.layers.1.feed_forward.experts" not in find_experts(model)
+
+
+def longcat() -> nn.Module:
+    with torch.device("meta"):
+        return LongcatFlashExperts(small_config("longcat_flash"))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Twice(LongcatFlashExperts):
+    """Has one that returns its input, and another that returns twice of it."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        more = (top_k_weights * (top_k_index == self.total_experts - 1)).sum(-1, keepdim=True)
+        return super().forward(hidden_states, top_k_index, top_k_weights) + more * hidden_states
+
+
+class Unweighted(LongcatFlashExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        weights = top_k_weights.masked_fill(top_k_index >= self.num_routed_experts, 1.0)
+        return super().forward(hidden_states, top_k_index, weights)
+
+
+def test_numbers_beyond_the_experts_choose_ones_that_return_their_input():
+    """HF's other experts have none: such numbers make them fail, or HF's implementations leave them out."""
+    experts = longcat()
+    assert (expert_count(experts), returns_beyond(experts), is_experts(experts)) == (4, True, True)
+    mixtral = on_meta("mixtral").model.layers[0].mlp.experts
+    for implementation in ("eager", "grouped_mm"):
+        mixtral.config._experts_implementation = implementation
+        assert (returns_beyond(mixtral), is_experts(mixtral)) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["doubled", "twice", "unweighted"])
+def test_other_experts_without_parameters_are_refused(name):
+    experts = longcat()
+    if name == "doubled":
+        experts.identity_expert = Doubled()
+    else:
+        experts.__class__ = {"twice": Twice, "unweighted": Unweighted}[name]
+    assert not is_experts(experts)
+    model = nn.ModuleDict({"experts": experts})
+    why = "numbers beyond its experts choose ones that do not return their input"
+    assert not_apart(model) == {"experts": why}
+
+
+class Passing(MixtralExperts):
+    """Counts experts as HF does, and adds something for numbers beyond them."""
+
+    factor = 1
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        beyond = top_k_index >= self.num_experts
+        whole = super().forward(hidden_states, top_k_index * ~beyond, top_k_weights * ~beyond)
+        return whole + self.factor * (top_k_weights * beyond).sum(-1, keepdim=True) * hidden_states
+
+
+@pytest.mark.parametrize("factor", [0, 1, 2])
+def test_experts_that_count_as_hfs_are_tried_with_numbers_beyond_them(factor):
+    experts = on_meta("mixtral").model.layers[0].mlp.experts
+    experts.config._experts_implementation = "eager"
+    experts.__class__ = type("Passing", (Passing,), {"factor": factor})
+    assert (returns_beyond(experts), is_experts(experts)) == {
+        0: (False, True),
+        1: (True, True),
+        2: (False, False),
+    }[factor]
+
+
+@pytest.mark.parametrize(("experts", "beyond", "width"), [(64, 32, 64), (8, 24, 24)])
+def test_numbers_of_experts_that_are_sizes_too(experts, beyond, width):
+    config = small_config("longcat_flash")
+    config.n_routed_experts, config.zero_expert_num, config.expert_ffn_hidden_size = experts, beyond, width
+    with torch.device("meta"):
+        assert is_experts(LongcatFlashExperts(config))
 
 
 class Keeping(MixtralExperts):
@@ -113,6 +192,19 @@ def test_auto_shares_out_every_parameter_of_the_experts():
     assert shared[layer + "gate_up_proj_bias"] == (2, 256)
     assert shared[layer + "down_proj"] == (2, 128, 64)
     assert shared[layer + "down_proj_bias"] == (2, 64)
+
+
+def test_auto_shares_out_what_parameters_have_beyond_the_experts():
+    plan = planned("longcat_flash", ParallelDims(expert_model_parallel_size=2, data_parallel_size=2))
+    layer = "model.layers.0.mlp.experts"
+    assert plan.returning == plan.experts.keys() == {f"model.layers.{index}.mlp.experts" for index in range(4)}
+    first, last = (plan.placement(layer, name) for name in ("gate_up_proj", "down_proj"))
+    assert (first.components, plan.local_shape(first), plan.local_shape(last)) == (
+        (4, 4),
+        (4, 64, 64),
+        (2, 64, 32),
+    )
+    assert first.ranges(1, 2) == [(2, 4), (6, 8)]
 
 
 def test_without_expert_parallelism_experts_stay_whole():

@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional as F
 
-from megasched.definition.experts import is_batched
+from megasched.definition.expert_trials import first_beyond, returned, weighted_pairs
+from megasched.definition.experts import expert_count, is_batched
 from megasched.language.tensor_types import INVARIANT, REPLICATE, TpType
 from megasched.layers.build_context import BuildContext
 from megasched.layers.fused.pairs import by_expert, in_order
@@ -43,18 +44,21 @@ def lower_experts(path: str, module: nn.Module, context: BuildContext) -> None:
     over the ranks that hold the same experts; ``allreduce = False`` tells Megatron's DDP and optimizers so.
     """
     group, plan = context.expert_group, context.plan
+    total, batched = expert_count(module), is_batched(module)
     for name, held in list(module.named_parameters(recurse=False)):
         parameter = make_parameter(module, name, plan.placement(path, name), held, context)
         parameter.allreduce = False
-    total: Any = module.num_experts
-    module.num_experts = total // group.size()
+    if hasattr(module, "num_experts"):
+        module.num_experts = total // group.size()  # type: ignore[assignment]
+    spare = first_beyond(module, total) if path in plan.returning else None
+    exchange = _dispatch_batches if batched else partial(_dispatch, spare=spare)
     # Where the TP ranks have the same tokens, each sends its share of them: each pair is computed once.
     tp_type = plan.tp_facts.experts.get(path, INVARIANT)
     same = context.size > 1 and tp_type in (INVARIANT, REPLICATE)
-    signature, batched = inspect.signature(type(module).forward), is_batched(module)
+    signature = inspect.signature(type(module).forward)
 
     def dispatched(forward: Forward, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dispatch = partial(_dispatch_batches if batched else _dispatch, forward, total, group)
+        dispatch = partial(exchange, forward, total, group)
         if same:
             dispatch = partial(_share_tokens, dispatch, tp_type, context.group)
         hidden, *routing = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
@@ -85,7 +89,14 @@ class Exchange:
 
 
 def _dispatch(
-    experts: Experts, total: int, group: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: Experts,
+    total: int,
+    group: Any,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    spare: int | None = None,
 ) -> torch.Tensor:
     """Returns the output of all experts for this rank's tokens.
 
@@ -93,8 +104,10 @@ def _dispatch(
         experts: the definition's forward, of this rank's experts alone.
         total: number of experts of all EP ranks.
         hidden: [t, h].
-        index: [t, k], the experts of each token; numbers from ``total`` on are no experts and add nothing.
+        index: [t, k], the experts of each token; numbers from ``total`` on are not sent anywhere.
         weights: [t, k].
+        spare: where such numbers add the weighted token itself, one of them to the definition's forward; None
+            where they add nothing.
 
     Returns:
         [t, h], each token the sum of its weighted results.
@@ -104,8 +117,11 @@ def _dispatch(
     pairs = in_order(order, index, sent)
     states = exchange.there(pairs.spread(hidden))
     shares = exchange.there(weights.flatten().gather(0, order[:sent]))
-    results = _compute(experts, states, local, shares)
-    return pairs.collect(exchange.back(results)).to(hidden.dtype)
+    results = _compute(experts, states, local, shares, spare)
+    summed = pairs.collect(exchange.back(results))
+    if spare is not None:
+        summed = summed + returned(hidden, index, weights, total)
+    return summed.to(hidden.dtype)
 
 
 def _dispatch_batches(experts: Experts, total: int, group: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -166,7 +182,9 @@ def routed_evenly(chosen: torch.Tensor, total: int, group: Any) -> tuple[Exchang
     return Exchange(group, sent, sent), local
 
 
-def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _compute(
+    experts: Experts, states: torch.Tensor, index: torch.Tensor, shares: torch.Tensor, spare: int | None
+) -> torch.Tensor:
     """Returns the weighted results of pairs [p, h].
 
     If there are none, one pair of weight zero keeps the parameters in the graph: Megatron's overlapped reduction
@@ -175,7 +193,7 @@ def _compute(experts: Experts, states: torch.Tensor, index: torch.Tensor, shares
     none = states.shape[0] == 0
     if none:
         states, index, shares = (F.pad(states, (0, 0, 0, 1)), F.pad(index, (0, 1)), F.pad(shares, (0, 1)))
-    results = experts(states, index[:, None], shares[:, None])
+    results = weighted_pairs(experts, states, index, shares, spare)
     return results[:0] if none else results
 
 

@@ -30,6 +30,7 @@ class Plan:
         cuts: module path -> column, row, vocab or features.
         experts: path of a module of experts (``megasched.definition.experts``) that is shared out over EP -> how
             many rows it takes of each token: one for each expert of batched ones, otherwise 1.
+        returning: those of ``experts`` of which numbers beyond them choose ones that return their input.
         replicated_heads: path of a projection to k or v with fewer heads than TP ranks -> how its heads are
             replicated; such a projection stays whole.
         left_whole: linears and embeddings that the schedule shards and that stay whole -> why.
@@ -58,6 +59,7 @@ class Plan:
     roles: Roles = field(default_factory=Roles)
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     experts: Mapping[str, int] = field(default_factory=dict)
+    returning: frozenset[str] = frozenset()
     replicated_heads: Mapping[str, ReplicatedHeads] = field(default_factory=dict)
     left_whole: Mapping[str, Declined] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)

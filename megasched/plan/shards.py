@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from megasched.definition.embeddings import looks_up
-from megasched.definition.experts import has_form, is_batched, why_not_apart
+from megasched.definition.experts import expert_count, has_form, is_batched, returns_beyond, why_not_apart
 from megasched.definition.images.convolutions import is_batch_norm, is_convolution
 from megasched.definition.linears import is_linear, output_axis
 from megasched.errors import Declined, Problem, indivisible
@@ -36,6 +36,7 @@ class _Decided:
     weights: Mapping[str, Record]
     cuts: dict[str, Cut] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    returning: set[str] = field(default_factory=set)
     replicated_heads: dict[str, ReplicatedHeads] = field(default_factory=dict)
 
     def placement(self, path: str, param: str) -> Placement:
@@ -60,6 +61,7 @@ def apply_shards(
         placements=made.placements,
         cuts=made.cuts,
         experts=made.experts,
+        returning=frozenset(made.returning),
         replicated_heads=made.replicated_heads,
     )
     return plan, problems + _one_sided_ties(model, plan)
@@ -172,12 +174,17 @@ def _share_out_experts(module: nn.Module, made: _Decided, record: Record) -> lis
     if reason := why_not_apart(module):
         what = f"the experts of this {type(module).__name__} can't be shared out: {reason}"
         return [Problem(what, path, record.source, "leave them whole")]
-    problems = []
+    problems, count = [], expert_count(module)
     for name, parameter in module.named_parameters(recurse=False):
-        placement = Placement(made.canonical[f"{path}.{name}"], tuple(parameter.shape), axis=0, group="ep")
+        shape = tuple(parameter.shape)
+        # Some have entries for experts without parameters, too, which the model holds and does not read.
+        beyond = (count, shape[0] - count) if shape[0] > count else ()
+        full = made.canonical[f"{path}.{name}"]
+        placement = Placement(full, shape, axis=0, components=beyond, group="ep")
         made.placements[placement.name] = placement
         problems += _uneven(placement, name, ep, record)
-    made.experts[path] = module.num_experts if is_batched(module) else 1  # type: ignore[assignment]
+    made.experts[path] = count if is_batched(module) else 1
+    made.returning |= {path} if returns_beyond(module) else set()
     return problems[:1]
 
 

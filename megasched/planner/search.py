@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megasched.definition.experts import is_experts
+from megasched.definition.experts import expert_count, is_experts
 from megasched.errors import MegaschedError
 from megasched.language.parallel_dims import Fp8, ParallelDims
 from megasched.planner.hardware.hardware import GIB, Hardware
@@ -139,7 +139,7 @@ def _groups(job: Job, cp: int) -> Iterator[ParallelDims]:
 
 def _experts(session: Session) -> int:
     """Returns the most experts of a layer that can be sharded over EP; 1 where there are none."""
-    return max((m.num_experts for m in session.replaced.modules() if is_experts(m)), default=1)
+    return max((expert_count(m) for m in session.replaced.modules() if is_experts(m)), default=1)
 
 
 def _powers(largest: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megasched.definition.build import kept_in_float32
+from megasched.definition.experts import find_experts
 from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 from megasched.language.lora import adapted, adapter_names
 from megasched.language.schedule_file import add_options
@@ -208,6 +209,9 @@ def _cut_pipeline(session: Session, args: Namespace, given: Container[str]) -> N
     # Of an encoder-decoder's config HF reads the other stack's depth.
     if plan.structure is not None and not plan.structure.repeated:
         args.num_layers = plan.structure.count
+        if isinstance(args.moe_layer_freq, list):  # the config may count otherwise: LongCat's counts attentions
+            having = {plan.structure.index_of(path) for path in find_experts(session.replaced)}
+            args.moe_layer_freq = [int(layer in having) for layer in range(args.num_layers)]
     flags = [name for name in CUT_FLAGS if name in given]
     cuts = plan.records_of("cut_pipeline_stage")
     if flags and cuts:

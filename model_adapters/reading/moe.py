@@ -10,7 +10,7 @@ from torch import nn
 
 from megasched.definition.build import text_config
 from megasched.definition.expert_trials import is_transposed
-from megasched.definition.experts import find_experts, is_batched
+from megasched.definition.experts import MARKER, find_experts, is_batched
 from megasched.errors import Declined
 from megasched.language.module_specs import ExpertSpec, MoeSpec
 from megasched.model_adapters.reading.stock import why_altered
@@ -67,6 +67,8 @@ def read_moe(model: nn.Module, facts: MoeFacts) -> MoeSpec | Declined:
     name, module = path.rpartition(".")[2], model.get_submodule(path)
     shared = facts.shared if hasattr(module, facts.shared) else ""
     grouped = _groups(router, config)
+    if not is_batched(module.experts) and not hasattr(module.experts, MARKER):
+        return Declined("its experts are code of their own, which does not say what it computes")
     if reason := _why_not(module, shared, config) or _why_not_routed(facts, router, grouped):
         return Declined(reason)
     # What there is under these names.

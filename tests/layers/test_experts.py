@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from megasched.definition.experts import returns_beyond
 from megasched.verify.reference import relative
 
 TOKENS, CHOICES, EXPERTS = 6, 2, 4
 ROUTINGS = {
     "everywhere": [[0, 3], [2, 1], [3, 2], [1, 0], [0, 2], [3, 1]],
     "nothing for the last rank": [[0, 1], [1, 0]] * 3,
+    "none at all": [[EXPERTS, EXPERTS]] * TOKENS,
     "beyond the experts": [[0, EXPERTS], [EXPERTS, 3], [2, 1], [EXPERTS, EXPERTS], [1, 2], [0, 3]],
 }
 
@@ -42,18 +44,20 @@ def dispatch_case(
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     whole, mine = experts_of(model_type, implementation), experts_of(model_type, implementation)
-    each = EXPERTS // size
+    each, returns = EXPERTS // size, returns_beyond(whole)
     for name, parameter in list(mine.named_parameters()):
-        setattr(mine, name, nn.Parameter(parameter.detach()[rank * each : (rank + 1) * each].clone()))
-    mine.num_experts = each
+        setattr(mine, name, nn.Parameter(of_rank(parameter.detach(), rank, size).clone()))
+    if hasattr(mine, "num_experts"):
+        mine.num_experts = each
     index = torch.tensor(ROUTINGS[routing])
     gates = [torch.rand(TOKENS, CHOICES, generator=torch.Generator().manual_seed(r)) for r in range(size)]
     states = [torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(9 + r)) for r in range(size)]
     x, w = states[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
-    got = _dispatch(mine, EXPERTS, group, x, index, w)
+    got = _dispatch(mine, EXPERTS, group, x, index, w, spare=EXPERTS if returns else None)
     got.square().sum().backward()
 
-    kept = index < EXPERTS  # the whole module can't be asked for experts beyond: such pairs weigh nothing
+    # Where there are none beyond, the whole module can't be asked for them: such pairs weigh nothing.
+    kept = torch.ones_like(index, dtype=torch.bool) if returns else index < EXPERTS
     pairs = [(s.clone().requires_grad_(), g.clone().requires_grad_()) for s, g in zip(states, gates, strict=True)]
     results = [whole(s, index * kept, g * kept) for s, g in pairs]
     sum(result.square().sum() for result in results).backward()
@@ -63,8 +67,15 @@ def dispatch_case(
         "weights": (w.grad, pairs[rank][1].grad),
     }
     for name, parameter in mine.named_parameters():
-        found[name] = parameter.grad, dict(whole.named_parameters())[name].grad[rank * each : (rank + 1) * each]
+        gradient = dict(whole.named_parameters())[name].grad
+        rows = torch.zeros_like(whole.get_parameter(name)) if gradient is None else gradient
+        found[name] = parameter.grad, of_rank(rows, rank, size)
     return {name: (a.detach(), b.detach()) for name, (a, b) in found.items()}
+
+
+def of_rank(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """A rank's experts, and its share of the rows that are beyond them."""
+    return torch.cat([part.chunk(size)[rank] for part in (rows[:EXPERTS], rows[EXPERTS:]) if len(part)])
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -76,6 +87,7 @@ def dispatch_case(
         ("mixtral", "batched_mm"),
         ("gpt_oss", "eager"),
         ("gpt_oss", "grouped_mm"),
+        ("longcat_flash", "eager"),  # numbers beyond its experts choose ones that return their input
     ],
 )
 def test_every_form_of_experts(ranks, model_type, implementation, routing):

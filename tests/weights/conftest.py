@@ -14,6 +14,7 @@ COMMON = {
     "pad_token_id": 3,
 }
 GATED = {"intermediate_size": 64, "num_key_value_heads": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FAMILIES = {
     "llama": GATED,
     "mistral": GATED | {"num_key_value_heads": 2},
@@ -35,14 +36,20 @@ FAMILIES = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     }
-    | {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    | LATENT,
+}
+# In half precision transformers casts a buffer of its router, which is float32 here in training and after it.
+IN_FLOAT32 = {
+    "longcat_flash": GATED
+    | LATENT
+    | {"head_dim": 8, "expert_ffn_hidden_size": 16, "n_routed_experts": 16, "zero_expert_num": 8, "moe_topk": 2},
 }
 
 
 def tiny_config(family, **overrides):
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **overrides})
+    return AutoConfig.for_model(family, **{**COMMON, **(FAMILIES | IN_FLOAT32)[family], **overrides})
 
 
 @pytest.fixture(params=FAMILIES)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +96,9 @@ def entries_of_rank(session, source, stages, dtype):
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(case=cases())
+@example(
+    case=("longcat_flash", {"num_hidden_layers": 4}, ParallelDims(expert_model_parallel_size=2), torch.float32)
+)
 def test_every_layout_writes_every_value_once(tiny, trained, tmp_path_factory, case):
     from megasched.planner.measure.probe import emulated_cuda
     from megasched.planner.memory import stages_of

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megasched.definition.expert_trials import computes_as
-from megasched.definition.experts import has_form, is_batched
+from megasched.definition.experts import MARKER, has_form
 from megasched.definition.instances import is_of_transformers
 from megasched.layers.fused.kernels import one_kernel
 from megasched.layers.fused.pairs import by_expert, in_order
@@ -42,7 +42,9 @@ def fuse_experts(model: nn.Module, here: Callable[[str], bool]) -> None:
 
 def _can_weigh_inputs(module: Any) -> bool:
     """Returns whether experts run in the grouped form, and compute what ``grouped_experts`` does."""
-    if "forward" in vars(module) or not is_of_transformers(module) or is_batched(module) or not has_form(module):
+    if "forward" in vars(module) or not is_of_transformers(module) or not hasattr(module, MARKER):
+        return False
+    if not has_form(module):
         return False
     grouped = getattr(module.config, EXPERTS, None) == "grouped_mm"
     last = module.has_bias or getattr(module, "has_post_expert_norm", False)  # what comes after the last products
