@@ -138,6 +138,12 @@ def _propagate(
         if read := {path: elsewhere[path] for path in sorted(elsewhere.keys() & plan.cuts.keys())}:
             plan = leave_whole(plan, {path: _why_whole(reader) for path, reader in read.items()})
             continue
+        if rows := plan.tp_facts.rows_of_tokens & plan.cuts.keys():
+            what = (
+                "it takes whole features, and under sequence parallelism a rank has its part of the tokens already"
+            )
+            plan = leave_whole(plan, dict.fromkeys(sorted(rows), what))
+            continue
         unproven = _unproven_sizes(plan, runs, assume) - plan.tp_facts.gather.keys()
         if not unproven:
             sizes_read = runs.sizes_read(model, inputs, _sizes_on_a_rank(plan))

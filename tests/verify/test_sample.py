@@ -13,6 +13,7 @@ from tests.verify.sample import SAMPLE
 SPLIT = {
     "ctrl": "attention that gets one tensor as query, key and value",
     "megatron-bert": "attention of its own that reads the length of the sequence off its input",
+    "qwen4_exp_text": "layers look token ids up in tables of their own",
     "rwkv": "a token sees the one before it, by padding that keeps the shape",
     "zamba2": "every layer reads an activation from before the layers",
 }

@@ -257,10 +257,7 @@ class Labelling(BackwardLabels):
             if label.type == REPLICATE:
                 self.tp_facts.inside.add(path)
             elif self._in_layers(path) and self.sequence_parallel:
-                self._problem(
-                    "a row-parallel linear whose input is not sharded can't run under sequence parallelism",
-                    "shard the linear before it by columns, or leave this one whole",
-                )
+                self.tp_facts.rows_of_tokens.add(path)
         elif cut == "row" and not self._takes_features(call, source.dim(), label):
             # it takes a contiguous part of the last dimension, and nothing else
             self._gather(label.columns, "a row-parallel linear reads it in another order")

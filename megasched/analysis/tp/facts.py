@@ -133,6 +133,8 @@ class TpFacts:
             the components of these, each cut on its own; empty for a single one.
         inside: columns and rows that read a whole tensor inside of a needed region.
         rows_inside: rows whose output meets whole tensors inside of a needed region, and is one, too.
+        rows_of_tokens: rows of the split layers that take whole features, of tokens that are split: to cut the
+            features, too, would take the ranks' tokens together first.
         split_slots: layer path -> arguments beside the hidden state that come from before the layers, are made of
             the whole sequence, and are split along it.
         overwritten: cut modules whose output is changed in place.
@@ -171,6 +173,7 @@ class TpFacts:
     input_components: dict[str, tuple[int, ...]] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
     rows_inside: set[str] = field(default_factory=set)
+    rows_of_tokens: set[str] = field(default_factory=set)
     split_slots: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     overwritten: set[str] = field(default_factory=set)
     read_elsewhere: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,17 @@ from megasched.errors import Problem
 
 # What is true of a parameter, a column or an operator in any way is true of it.
 _OF_ANY = frozenset(
-    ["gather", "partial", "sequence", "complete", "rows_inside", "overwritten", "by_heads", "called"]
+    [
+        "gather",
+        "partial",
+        "sequence",
+        "complete",
+        "rows_inside",
+        "rows_of_tokens",
+        "overwritten",
+        "by_heads",
+        "called",
+    ]
 )
 # Of modules: what is done there is done in every way that runs them.
 _BY_MODULE = frozenset(

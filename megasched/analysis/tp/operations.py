@@ -249,13 +249,18 @@ class LabelRun(TapeReader):
             return TpSpec(REPLICATE, columns, active=True, fed=True)
         if SEQUENCE_SHARD in types:
             self.tp_facts.sequence |= params
-            if whole:
+            if whole and not self._want_region():
                 self._problem(
                     "a whole activation meets one that is split along the sequence",
                     "switch sequence parallelism off for this architecture",
                 )
             return TpSpec(SEQUENCE_SHARD, rows=rows, active=True, fed=True)
-        active = any(label.active for label in labels) or bool(params and fed)
+        active = any(label.active for label in labels)
+        if params and fed and not active:
+            if self._around() in self.tp_facts.needed_regions:  # of ids: what is made of it here leaves in parts
+                self.tp_facts.partial |= params
+                return TpSpec(REPLICATE, active=True, fed=True)
+            active = True
         if active:
             self.tp_facts.complete |= params
         return TpSpec(rows=rows, params=frozenset() if active else params, active=active, fed=fed)
