@@ -193,13 +193,13 @@ def _gather_contiguous(x: torch.Tensor, group: Any) -> torch.Tensor:
     return gather_for_region(x, group).contiguous()
 
 
-def split_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
-    """Splits the hidden state along the sequence to [b, s / tp, h] as it enters this (first) layer."""
+def split_sequence(layer: nn.Module, slot: HiddenStateArg, dim: int, group: Any) -> None:
+    """Splits the hidden state along the sequence, its dimension ``dim``, as it enters this (first) layer."""
 
     def entered(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         hidden = slot.get(args, kwargs)
-        _check_length(hidden.shape[1], group.size())
-        args, kwargs = slot.put(_split(hidden, group), args, kwargs)
+        _check_length(hidden.shape[dim], group.size())
+        args, kwargs = slot.put(_split(hidden, group, dim), args, kwargs)
         return forward(*args, **kwargs)
 
     wrap_forward(layer, entered)
@@ -226,40 +226,41 @@ def split_arguments(layer: nn.Module, slots: Collection[int | str], group: Any) 
         wrap_forward(layer, entered)
 
 
-def _split(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Splits [b, s, ...] to [b, s / tp, ...]; the gradient is gathered."""
-    return scatter_to_sequence_parallel_region(x.transpose(0, 1).contiguous(), group=group).transpose(0, 1)
+def _split(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
+    """Splits [b, s, ...] to [b, s / tp, ...], or along another dimension; the gradient is gathered."""
+    return scatter_to_sequence_parallel_region(x.transpose(0, dim).contiguous(), group=group).transpose(0, dim)
 
 
-def join_sequence(layer: nn.Module, slot: HiddenStateArg, group: Any) -> None:
-    """Gathers the hidden state [b, s / tp, h] to [b, s, h] as it leaves this (last) layer.
+def join_sequence(layer: nn.Module, slot: HiddenStateArg, dim: int, group: Any) -> None:
+    """Gathers the hidden state along its dimension ``dim`` as it leaves this (last) layer.
 
     All TP ranks compute the same afterwards, so the gradient is only split again, not summed.
     """
 
     def left(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        return slot.rewrap(output, _joined(slot.result(output), group))
+        return slot.rewrap(output, _joined(slot.result(output), dim, group))
 
     wrap_forward(layer, left)
 
 
-def _joined(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gathers [b, s / tp, h] to [b, s, h]; the gradient, which all ranks have whole, is split."""
-    first = part.transpose(0, 1).contiguous()
+def _joined(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """Gathers [b, s / tp, h] to [b, s, h], s at ``dim``; the gradient, which all ranks have whole, is split."""
+    first = part.transpose(0, dim).contiguous()
     whole: torch.Tensor = gather_from_sequence_parallel_region(
         first, tensor_parallel_output_grad=False, group=group
     )
-    return whole.transpose(0, 1)
+    return whole.transpose(0, dim)
 
 
 def join_returned(
-    around: Iterable[nn.Module], layers: Iterable[nn.Module], slot: HiddenStateArg, group: Any
+    around: Iterable[nn.Module], layers: Iterable[nn.Module], slot: HiddenStateArg, dim: int, group: Any
 ) -> None:
     """Gathers hidden states of between the layers that the modules around them return, such as HF's on request.
 
     Args:
         layers: those whose hidden state leaves them split.
+        dim: the dimension along which it is split.
     """
     split: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
@@ -276,7 +277,9 @@ def join_returned(
         output = forward(*args, **kwargs)
         if not any(map(is_split, tensors_in(output))):
             return output
-        return torch.utils._pytree.tree_map(lambda leaf: _joined(leaf, group) if is_split(leaf) else leaf, output)
+        return torch.utils._pytree.tree_map(
+            lambda leaf: _joined(leaf, dim, group) if is_split(leaf) else leaf, output
+        )
 
     for layer in layers:
         wrap_forward(layer, remembered)

@@ -28,11 +28,11 @@ class Tokens(HasBatch):
         return output.unflatten(1, (x.shape[0], *x.shape[2:-1])).transpose(0, 1)
 
 
-def note_batch(layer: nn.Module, slot: HiddenStateArg, tokens: Tokens) -> None:
-    """Makes a layer store the batch size of its hidden state [b, s, h] in ``tokens``."""
+def note_batch(layer: nn.Module, slot: HiddenStateArg, dim: int, tokens: Tokens) -> None:
+    """Makes a layer store the batch size of its hidden state in ``tokens``: [..., b, s, h], with s at ``dim``."""
 
     def watched(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        tokens.batch = slot.get(args, kwargs).shape[0]
+        tokens.batch = slot.get(args, kwargs).shape[dim - 1]
         return forward(*args, **kwargs)
 
     wrap_forward(layer, watched)

@@ -147,20 +147,20 @@ def lower_sequence_boundaries(
     structure = context.plan.structure
     if not context.plan.layout.sp or structure is None:
         return
-    paths = structure.layer_paths()
+    paths, slot, dim = structure.layer_paths(), structure.slot, structure.sequence_dim
     for path in filter(here, paths):
         layer = model.get_submodule(path)
         draw_forked(layer)
-        note_batch(layer, structure.slot, context.tokens)
+        note_batch(layer, slot, dim, context.tokens)
         split_arguments(layer, context.plan.tp_facts.split_slots.get(path, ()), context.group)
     if first:
-        split_sequence(model.get_submodule(paths[structure.first]), structure.slot, context.group)
+        split_sequence(model.get_submodule(paths[structure.first]), slot, dim, context.group)
     if last:
-        join_sequence(model.get_submodule(paths[structure.last]), structure.slot, context.group)
+        join_sequence(model.get_submodule(paths[structure.last]), slot, dim, context.group)
     if not context.megatron_finalizes:
         split = [model.get_submodule(path) for path in filter(here, paths) if path != paths[structure.last]]
         around = [module for path, module in model.named_modules() if structure.holds_layers(path)]
-        join_returned(around, split, structure.slot, context.group)
+        join_returned(around, split, slot, dim, context.group)
 
 
 def _lower_blocks(model: nn.Module, context: BuildContext, here: Callable[[str], bool]) -> None:

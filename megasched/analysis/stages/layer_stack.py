@@ -159,6 +159,15 @@ class LayerStack:
         return max((i for i in self.called or range(self.count) if i < boundary), default=None)
 
     @property
+    def sequence_dim(self) -> int:
+        """Returns the dimension along which sequence parallelism splits the hidden state, s of [..., b, s, h].
+
+        There are definitions with several streams of tokens, [n, b, s, h].
+        """
+        dims = self.hidden.dims
+        return next((dim for dim in range(2, len(dims)) if dims[dim - 1 : dim + 1] == ("b", "s")), 1)
+
+    @property
     def token_ids(self) -> StageInput | None:
         """Returns the token ids if layers read them, or tensors made of them without parameters; else None."""
         return next((side for side in self.stage_inputs if not side.places[0].path), None)

@@ -18,7 +18,10 @@ from megasched.analysis.tp.sliced_args import ArgRef
 from megasched.definition.images.convolutions import feature_dim, is_convolution
 from megasched.language.tensor_types import FEATURE_SHARD, INVARIANT, REPLICATE, SEQUENCE_SHARD, ShardDim
 
-_SPLIT = TpSpec(SEQUENCE_SHARD, active=True, fed=True, along=ShardDim(1))
+
+def _split(dim: int) -> TpSpec:
+    """Returns the label of an activation that is split along the sequence, in this dimension."""
+    return TpSpec(SEQUENCE_SHARD, active=True, fed=True, along=ShardDim(dim))
 
 
 class Labelling(BackwardLabels):
@@ -87,10 +90,10 @@ class Labelling(BackwardLabels):
         for source, alias in call.exited:
             self._pass_on(source, alias)
             if (label := leaving.get(id(source))) is not None:
-                self._set(alias, label)
+                self._set_anew(alias, label)
         self._note_sides(call)
         if self.sequence_parallel and self.structure and path == self.structure.layer_path(self.structure.last):
-            self._set(self.structure.slot.result(call.returned), TpSpec(active=True, fed=True))
+            self._set_anew(self.structure.slot.result(call.returned), TpSpec(active=True, fed=True))
 
     def _outside_of(self, call: Call) -> dict[int, TpSpec]:
         """Returns a module's output labels outside of it, where they differ from inside, by the tensors' ids."""
@@ -120,19 +123,20 @@ class Labelling(BackwardLabels):
         if call.path not in self.layers or self.structure is None:
             return
         hidden = self.structure.slot.get(call.args, call.kwargs)
-        self.tokens = hidden.shape[:2]
+        dim = self.structure.sequence_dim
+        self.tokens = hidden.shape[dim - 1 : dim + 1]
         found = _arguments(call)
-        whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value, hidden)]
+        whole = [key for key, value in found.items() if value is not hidden and self._of_sequence(value)]
         if whole:
             self.tp_facts.split_slots[call.path] = tuple(whole)
         for key in whole:
-            self._set(found[key], _SPLIT)
+            self._set(found[key], _split(1))
         if call.path == self.structure.layer_path(self.structure.first):
-            self._set(hidden, _SPLIT)
+            self._set(hidden, _split(dim))
 
-    def _of_sequence(self, value: Any, hidden: torch.Tensor) -> bool:
+    def _of_sequence(self, value: Any) -> bool:
         """Returns whether this is an activation [b, s, ...] that every TP rank has whole."""
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != hidden.shape[:2]:
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != self.tokens:
             return False
         label = self.label(value)
         return value.is_floating_point() and label.active and label.type == INVARIANT

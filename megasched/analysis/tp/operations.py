@@ -67,7 +67,8 @@ class LabelRun(TapeReader):
         self.origins: dict[int, int] = {}  # id of an alias -> id of what it is one of
         self.other_uses: dict[int, set[str]] = defaultdict(set)  # by ``origin``
         self.cut_outputs: dict[int, str] = {}  # id of a tensor -> path of what is cut and gave it
-        self.written: dict[int, TpSpec] = {}  # id of a tensor of which a view was written to -> what was
+        self.written: dict[int, TpSpec] = {}  # root of a tensor of which a view was written to -> what was
+        self.roots: dict[int, int] = {}  # id of a tensor -> its root, where that is not the tensor it is a view of
         self.tokens = torch.Size((1, 1))
         self.alike: dict[int, int] = {}  # id of a tensor that has one value everywhere -> its number
         self._numbers = count()
@@ -88,7 +89,7 @@ class LabelRun(TapeReader):
 
     def label(self, tensor: torch.Tensor) -> TpSpec:
         found = self.labels.get(id(tensor), TpSpec())
-        if self.written and (written := self.written.get(id(base_of(tensor)))) is not None:
+        if self.written and (written := self.written.get(self._root(tensor))) is not None:
             return written_to(found, written)
         return found
 
@@ -100,7 +101,7 @@ class LabelRun(TapeReader):
         """Copies all that is known of a tensor to its alias."""
         self.origins[id(alias)] = self.origin(source)
         self.labels[id(alias)] = self.labels.get(id(source), TpSpec())
-        for known in (self.alike, self.cut_outputs, self.weights):
+        for known in (self.alike, self.cut_outputs, self.weights, self.roots):
             if id(source) in known:
                 known[id(alias)] = known[id(source)]
         self.parts.pass_on(source, alias)
@@ -145,6 +146,9 @@ class LabelRun(TapeReader):
         for tensor, along in zip(outputs, self._follow(operation, joined), strict=True):
             on_all = along == ON_ALL_RANKS
             self._set(tensor, replace(joined, type=REPLICATE) if on_all else replace(joined, along=along))
+            for source in operands if self.roots else ():
+                if id(source) in self.roots and base_of(source) is base_of(tensor):
+                    self.roots[id(tensor)] = self.roots[id(source)]
         for tensor in changed:
             self._write_through(tensor)
         if draws(func, args, kwargs):
@@ -211,10 +215,19 @@ class LabelRun(TapeReader):
 
     def _write_through(self, tensor: torch.Tensor) -> None:
         """Gives the label of a view that was written to also to its base and all the base's views."""
-        base, given = base_of(tensor), self.labels.get(id(tensor), TpSpec())
-        if base is not tensor and (given.active or given.fed):
-            before = self.written.get(id(base))
-            self.written[id(base)] = given if before is None else written_to(before, given)
+        root, given = self._root(tensor), self.labels.get(id(tensor), TpSpec())
+        if base_of(tensor) is not tensor and (given.active or given.fed):
+            before = self.written.get(root)
+            self.written[root] = given if before is None else written_to(before, given)
+
+    def _root(self, tensor: torch.Tensor) -> int:
+        """Returns an id that tensors share where what is written into one of them all of them may have."""
+        return self.roots.get(id(tensor), id(base_of(tensor)))
+
+    def _set_anew(self, tensor: torch.Tensor, label: TpSpec) -> None:
+        """Labels what ranks have as a tensor of its own, where the trial has a view of what came before."""
+        self._set(tensor, label)
+        self.roots[id(tensor)] = id(tensor)
 
     def _join(self, labels: list[TpSpec], operation: Operation | None = None) -> TpSpec:
         """Returns the label of what an operation, or attention, makes of operands with these labels."""

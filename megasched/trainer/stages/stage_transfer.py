@@ -130,7 +130,7 @@ class BoundaryCodec:
         hidden = self.structure.hidden
         sizes = list(hidden.sizes(batch, length))
         if self.parts > 1:
-            sizes[1] //= self.parts
+            sizes[self.structure.sequence_dim] //= self.parts
         stage_inputs = self.structure.stage_inputs_at(boundary)
         found = self._measure(batch, length) if stage_inputs else {}
         return (
