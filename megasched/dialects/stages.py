@@ -21,6 +21,7 @@ from megasched.errors import Problem, ScheduleError
 from megasched.language.schedule import Schedule
 from megasched.layers.wrap import Forward, wrap_forward
 from megasched.lowering.build import lower_model, plan_model
+from megasched.lowering.groups import refuse_unscheduled
 from megasched.lowering.lower import lower_sequence_boundaries
 from megasched.lowering.whole_sequences import SplitSequences, one_sequence_rows
 from megasched.plan.pipeline import balance, cuts_asked_for, layer_costs
@@ -163,6 +164,7 @@ def build_stage(schedule: Schedule, index: int | None = None, count: int | None 
     """
     from megatron.core import parallel_state
 
+    refuse_unscheduled(schedule)
     index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
     count = parallel_state.get_pipeline_model_parallel_world_size() if count is None else count
     model: Any = schedule.mod

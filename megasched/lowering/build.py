@@ -47,6 +47,7 @@ from megasched.lowering.groups import (
     ep_group,
     group_of,
     refuse_other_ranks,
+    refuse_unscheduled,
     tp_group,
 )
 from megasched.lowering.lower import lower, lower_sequence_boundaries
@@ -209,6 +210,7 @@ def build(
     init_weights: Initialiser | None = None,
 ) -> nn.Module:
     """Builds as ``megasched.build`` does without a trainer: see there (dialects/initialize.py)."""
+    refuse_unscheduled(schedule)
     model = schedule.mod
     source = None if init_weights is None else RandomInit(model, torch.initial_seed(), init_weights)
     dtype = next((parameter.dtype for parameter in model.parameters()), None)

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch.distributed import ProcessGroup
 
-from megasched.errors import Problem, ScheduleError
+from megasched.errors import ConfigError, Problem, ScheduleError
 from megasched.language.parallel_dims import Group, ParallelDims, current_layout
 from megasched.language.records import caller_source
 from megasched.language.schedule import Schedule
@@ -28,6 +28,13 @@ def refuse_other_ranks(group: ProcessGroup) -> None:
     make = f"parallel_state.initialize_model_parallel(tensor_model_parallel_size={len(asked)})"
     remedy = f"megatron.core.{make} makes such a group of neighbours; group can then be left out"
     raise ScheduleError(Problem(f"group has the ranks {asked}, and {has}", source=caller_source(), remedy=remedy))
+
+
+def refuse_unscheduled(schedule: object) -> None:
+    """Raises ConfigError for a model that is given where its schedule is taken."""
+    if not isinstance(schedule, Schedule):
+        what = f"this takes a schedule, and was given a {type(schedule).__name__}"
+        raise ConfigError(f"{what}: megasched.create_schedule(model, name='auto') makes one of a model")
 
 
 def check_layout(schedule: Schedule, *, staged: bool) -> None:

@@ -77,6 +77,40 @@ def test_a_file_that_is_not_there_or_no_json(tmp_path):
         read_config(tmp_path / "ds.json")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "config= is NoneType: give DeepSpeed's config, or its JSON file"),
+        ([1], "config= is list"),
+        ({"zero_optimization": True}, r'zero_optimization = True: write \{"stage": 1\}'),
+        ({"gradient_clipping": "auto"}, "gradient_clipping = 'auto': HF's Trainer fills that in"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, r"optimizer\.params\.lr = 'auto'"),
+    ],
+)
+def test_what_is_no_config_or_was_meant_for_another_trainer(config, words):
+    with pytest.raises(ConfigError, match=words):
+        read_config(config)
+
+
+def test_words_of_deepspeed_s_own_are_taken():
+    read_config({"pipeline": {"stages": "auto"}, "data_types": {"keep_in_fp32_modules": "auto"}})
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        megasched.build,
+        megasched.build_stage,
+        lambda model: megasched.initialize(model, target="deepspeed", config={}),
+        lambda model: megasched.verify(model, inputs={}),
+    ],
+    ids=["build", "build_stage", "initialize", "verify"],
+)
+def test_a_model_without_a_schedule(door):
+    with pytest.raises(ConfigError, match=r"was given a Mlp: megasched\.create_schedule\(model, name='auto'\)"):
+        door(Mlp())
+
+
 def test_an_unknown_target():
     with pytest.raises(ConfigError, match="target='colossal': it is one of deepspeed"):
         megasched.initialize(megasched.create_schedule(Mlp()), target="colossal", config={})
@@ -111,6 +145,48 @@ def test_what_would_be_wrong_is_said(deepspeed_ranks: Any) -> None:
     assert "give a function of the parameters" in optimizer
     assert "model_parameters= has parameters" in parameters
     assert "model_parameters= is generator: give a list" in once
+
+
+def _read_by_deepspeed() -> tuple[list[str], int]:
+    """What is said of configs that DeepSpeed would refuse after the build, or read past, and how many built."""
+    words, built = [], 0
+    for config in (
+        {"gradient_cliping": 1.0},
+        {"zero_optimisation": {"stage": 3}, "note": "of mine"},
+        {"zero_optimization": {"stage": 9}},
+        {"zero_optimization": {"stage": "two"}},
+        {"train_batch_size": 7},
+        {"train_micro_batch_size_per_gpu": None},
+    ):
+        sch = megasched.create_schedule(Mlp())
+        words.append(refusal(sch, {**zero_config(1), **config}))
+        built += sch.built
+    return words, built
+
+
+def test_a_config_is_read_by_deepspeed_before_the_build(deepspeed_ranks: Any) -> None:
+    (((clipping, zero, nine, two, batch, none), built),) = deepspeed_ranks.run(1, _read_by_deepspeed)
+    assert "gradient_cliping: DeepSpeed 0.19.8 does not know this key, and would go on without it" in clipping
+    assert "did you mean gradient_clipping?" in clipping
+    assert "did you mean zero_optimization?" in zero
+    assert "note: DeepSpeed 0.19.8 does not know this key, and would go on without it; leave it out" in zero
+    for said in (nine, two, batch, none):
+        assert said.startswith("DeepSpeed refuses its config: ")
+    assert "stage" in nine
+    assert "train_batch_size is not equal" in batch
+    assert built == 0
+
+
+def _of_whole_tensors() -> str:
+    init_megatron(tp=2)
+    config = {**zero_config(1), "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
+    return refusal(megasched.create_schedule(Mlp()), config, optimizer=None)
+
+
+def test_an_optimizer_that_takes_whole_tensors_is_refused_at_tp(deepspeed_ranks: Any) -> None:
+    for said in deepspeed_ranks.run(2, _of_whole_tensors):
+        assert "optimizer.type = 'Lamb'" in said
+        assert "each of 2 TP ranks has parts" in said
 
 
 def _built_before() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasched.dialects.deepspeed.config import read_config, zero_stage
+from megasched.dialects.deepspeed.config import check_by_deepspeed, read_config, zero_stage
 from megasched.dialects.deepspeed.mpu import ModelParallelUnit
 from megasched.dialects.deepspeed.pipeline import make_pipeline
 from megasched.dialects.deepspeed.universal import describe_shards
@@ -21,6 +21,7 @@ from megasched.errors import ConfigError
 from megasched.language.parallel_dims import ParallelDims
 from megasched.language.schedule import Schedule
 from megasched.lowering.build import build, placements_of
+from megasched.lowering.groups import refuse_unscheduled
 from megasched.patches import registry
 from megasched.weights.random_init import Initialiser
 
@@ -59,14 +60,13 @@ def initialize(
         loss_fn: of logits [b, s, v] and labels, for pipeline stages; by default the definition's own.
 
     Raises:
-        ConfigError: the config asks for what a scheduled model does not have, or the optimizer has parameters that
-            are not the model's.
+        ConfigError: the config asks for what a scheduled model or DeepSpeed does not have, or the optimizer has
+            parameters that are not the model's.
         ScheduleError: with every problem found; the model is unchanged then.
     """
-    deepspeed = imported()
+    refuse_unscheduled(schedule)
     settings = read_config(config)
-    _refuse_layout(schedule.layout)
-    _make_groups(schedule, deepspeed, zero_stage(settings))
+    deepspeed = _with_groups(schedule, settings)
     staged = schedule.layout.pp > 1
     if staged and schedule.layout.sp:  # DeepSpeed sends a part by each TP rank of what it takes to be the same
         sent_whole = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -140,8 +140,14 @@ def imported() -> Any:
     return deepspeed
 
 
-def _make_groups(schedule: Schedule, deepspeed: Any, stage: int) -> None:
-    """Makes Megatron's groups for the schedule's layout, if there are none."""
+def _with_groups(schedule: Schedule, settings: Mapping[str, Any]) -> Any:
+    """Imports DeepSpeed, makes Megatron's groups for the layout if there are none, and checks the config by both.
+
+    Raises:
+        ConfigError: the layout or the config can't be used.
+    """
+    _refuse_layout(schedule.layout)
+    deepspeed = imported()
     from megatron.core import parallel_state
 
     deepspeed.init_distributed()
@@ -151,9 +157,11 @@ def _make_groups(schedule: Schedule, deepspeed: Any, stage: int) -> None:
             "pipeline_model_parallel_size": schedule.layout.pp,
         }
         parallel_state.initialize_model_parallel(**sizes)
-    if stage == 3:  # it loads universal checkpoints by groups of its own, and not by mpu (zero/stage3.py:3787)
+    check_by_deepspeed(deepspeed, settings, ModelParallelUnit(), schedule.layout.tp)
+    if zero_stage(settings) == 3:  # it loads universal checkpoints by groups of its own (zero/stage3.py:3787)
         tp = parallel_state.get_tensor_model_parallel_world_size()
         deepspeed.utils.groups._init_tp_mesh_device(tensor_model_parallel_size=tp)
+    return deepspeed
 
 
 def _check_options(staged: bool, inputs: Any, loss_fn: Any, init_weights: Any) -> None:

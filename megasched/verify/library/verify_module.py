@@ -20,6 +20,7 @@ from megasched.errors import ConfigError, MegaschedError
 from megasched.language.parallel_dims import ParallelDims, current_layout
 from megasched.language.schedule import Schedule, replay
 from megasched.lowering.build import create_schedule
+from megasched.lowering.groups import refuse_unscheduled
 from megasched.verify.library.module_comparison import HALVES, ModuleComparison
 from megasched.verify.library.module_step import Example, own_loss
 from megasched.verify.locate.bisect import Call, bisect_records
@@ -70,6 +71,7 @@ def verify(
             batch does not divide by the data-parallel ranks, or what is to go to started ranks can't be imported
             there.
     """
+    refuse_unscheduled(schedule)
     started = time.monotonic()
     sizes = {"tensor_model_parallel_size": tp, "data_parallel_size": dp}
     layout = replace(schedule.layout, **{name: size for name, size in sizes.items() if size is not None})
