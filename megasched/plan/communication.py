@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megasched.analysis.tp.facts import Region
-from megasched.errors import Problem
+from megasched.errors import Problem, some_of
 from megasched.language.primitives.sync import ALONG_AN_AXIS
 from megasched.language.records import Record
 from megasched.plan.plan import Plan
 
+_SUMS = ("all_reduce", "reduce_scatter")
 # How a module is cut, where it communicates, and the collective there, if that is along the sequence: [b, s, h].
 _OF_SEQUENCES = (
     ("column", "fwd_pre", "all_gather"),
@@ -84,11 +85,20 @@ def _refusal(plan: Plan, record: Record, dims: Callable[[str], int | None]) -> t
 
 
 def _twice(plan: Plan, record: Record) -> tuple[str, str] | None:
-    """Returns what is wrong with a ``sync`` of sequences that sequence parallelism cuts and gathers itself."""
-    op, axis = record.arguments["op"], record.arguments.get("axis", -1)
+    """Returns what is wrong with a ``sync`` of what is sent anyway, inside of the module or of sequences."""
+    mode, op, axis = record.arguments["mode"], record.arguments["op"], record.arguments.get("axis", -1)
+    sharded = [path for path in plan.cuts if path.startswith(f"{record.path}." if record.path else "")]
+    if sharded and op in _SUMS:
+        what = (
+            f"sync({mode!r}, {op!r}) on a module with sharded ones in it, {some_of(sharded)}: they sum what they "
+        )
+        return (
+            what + "send, and this would sum it again",
+            "leave the call out: what must be sent follows from the shards",
+        )
     if not plan.layout.sp or op not in ALONG_AN_AXIS or axis == -1:
         return None
-    what = f"sync({record.arguments['mode']!r}, {op!r}, axis={axis}) under sequence parallelism, which cuts "
+    what = f"sync({mode!r}, {op!r}, axis={axis}) under sequence parallelism, which cuts "
     return what + "sequences before the first layer and gathers them after the last", "leave the call out"
 
 

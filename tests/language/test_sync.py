@@ -101,6 +101,22 @@ def test_unknown_modes_and_operations(arguments, what, remedy):
     assert problem.remedy.startswith(remedy)
 
 
+@pytest.mark.parametrize("path", ["mlp", ""])
+@pytest.mark.parametrize("arguments", [("bwd_post", "all_reduce"), ("fwd_post", "reduce_scatter", 1)])
+def test_a_sum_around_sharded_modules_is_one_too_many(path, arguments):
+    """As Slapo's schedules have it on an attention, of which it shards the projections."""
+    with pytest.raises(ScheduleError) as raised:
+        planned(lambda sch: (sch[path] if path else sch).sync(*arguments))
+    (problem,) = raised.value.problems
+    assert problem.what.startswith(
+        f"sync('{arguments[0]}', '{arguments[1]}') on a module with sharded ones in it, "
+    )
+    assert "mlp.up" in problem.what
+    assert problem.what.endswith("they sum what they send, and this would sum it again")
+    assert problem.remedy == "leave the call out: what must be sent follows from the shards"
+    assert problem.module == path
+
+
 class Squared(nn.Module):
     def forward(self, x, *, scale=1.0):
         return scale * x * x

@@ -97,6 +97,12 @@ def test_one_by_one(path, arguments, what):
     assert all("bias" in other.what for other in more)
 
 
+def test_no_parameter_at_all():
+    sch = megasched.create_schedule(Zoo())
+    with pytest.raises(ScheduleError, match="shard names no parameter, and would do nothing"):
+        sch["mlp.up"].shard([], axis=0)
+
+
 def test_everything_wrong_is_in_one_report():
     def fill(sch):
         sch["mlp.up"].shard("weight", axis=0)

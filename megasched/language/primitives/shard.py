@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasched.errors import Problem
+from megasched.errors import Problem, ScheduleError
 from megasched.language.primitives.annotate import missing_parameter
+from megasched.language.records import caller_source
 from megasched.language.registry import Node, Primitive, register_primitive
 
 
@@ -44,6 +45,9 @@ class Shard(Primitive):
         self, node: Node, param: str | Sequence[str], axis: int, components: Sequence[int] | None = None
     ) -> Sequence[Mapping[str, Any]]:
         names = [param] if isinstance(param, str) else param
+        if not names:
+            what, remedy = "shard names no parameter, and would do nothing", "leave the call out, or name one"
+            raise ScheduleError(Problem(what, node.path, caller_source(), remedy))
         more = {} if components is None else {"components": tuple(components)}
         return [{"param": name, "axis": axis, **more} for name in names]
 

@@ -37,8 +37,9 @@ class Sync(Primitive):
 
     It is never needed on a sharded module: column and row linears, vocabulary embeddings and sequence
     parallelism imply what must be sent, and that is derived. On them ``sync`` is a statement that is
-    checked against the derivation, its axis too; a contradiction is refused when the schedule is built. On any
-    other module it is carried out as written, where there are several ranks. At ``bwd_post`` an operation
+    checked against the derivation, its axis too; a contradiction is refused when the schedule is built. On a
+    module with sharded ones in it a sum is refused, as they have summed. On any other module it is carried out as
+    written, where there are several ranks. At ``bwd_post`` an operation
     that changes the gradient's shape does the reverse to the input in the forward: ``reduce_scatter``
     there gathers the input, ``all_gather`` cuts it, ``scatter`` gathers it.
 
