@@ -8,8 +8,10 @@ from torch import nn
 
 import megasched
 from megasched import ConfigError, ParallelDims, ScheduleError
+from megasched.definition.build import build_definition
 from megasched.language import schedule_file
 from megasched.language.schedule_file import add_options, apply_schedule, find_schedule, split_file
+from tests import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +204,37 @@ def test_a_schedule_of_another_signature_names_where_it_stands(write, sch):
     with pytest.raises(ScheduleError, match="takes 1 positional argument but 2 were given") as raised:
         apply_schedule(sch, find_schedule(str(file)))
     assert problem_of(raised).source == f"{file}:2"
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        ("sch['0'].mod.extra = 3", "0.extra"),
+        ("sch.mod.more = type(sch['0'].mod)(8, 12)", "the model"),
+        ("sch['0'].mod.weight.requires_grad_(False)", "0"),
+        ("sch['0'].mod.register_forward_hook(print)", "0"),
+        ("sch['0'].mod.forward = abs", "0.forward"),
+        ("sch['0'].mod.__class__ = type('Mine', (type(sch['0'].mod),), {})", "0"),
+    ],
+)
+def test_a_schedule_that_changes_the_model_itself_is_refused(write, sch, body, changed):
+    """Slapo's ``sch.mod`` may be changed; here no call says so, and nothing compares it."""
+    file = write(f"def schedule(sch, layout):\n    {body}")
+    with pytest.raises(
+        ScheduleError, match="the schedule changes the model itself, and no call says so"
+    ) as raised:
+        apply_schedule(sch, find_schedule(str(file)))
+    problem = problem_of(raised)
+    assert changed in problem.what
+    assert problem.source == f"{file}:1"
+    assert "a primitive (replace, hook, annotate, one of your own)" in problem.remedy
+
+
+def test_a_schedule_that_changes_the_config_is_refused(write):
+    file = write("def schedule(sch, layout):\n    sch.mod.config.rms_norm_eps = 0.5")
+    model = build_definition(tiny.config("llama"))
+    with pytest.raises(ScheduleError, match=r"no call says so: config\.rms_norm_eps"):
+        apply_schedule(megasched.create_schedule(model), find_schedule(str(file)))
 
 
 def test_a_callable_object_is_a_schedule_too(write, sch):

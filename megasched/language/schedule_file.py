@@ -20,12 +20,14 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from megasched.errors import ConfigError, Problem, ScheduleError
+from megasched.errors import ConfigError, Problem, ScheduleError, some_of
 from megasched.reading.files import MIB, Expected, read_bytes
 from megasched.reading.forms import unsound_text
 from megasched.reading.json_file import NoJson, parse_json
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megasched.language.parallel_dims import ParallelDims
     from megasched.language.schedule import Schedule
 
@@ -191,8 +193,10 @@ def apply_schedule(sch: Schedule, function: ScheduleFunction) -> Schedule:
     """Calls a user's schedule function on a schedule, and returns the schedule.
 
     Raises:
-        ScheduleError: the function raised an error; names the line of the user's file.
+        ScheduleError: the function raised an error; names the line of the user's file. Or it changed the model
+            itself, as Slapo's schedules do, which nobody would see or compare.
     """
+    before = _state_of(sch.mod)
     try:
         function(sch, sch.layout)
     except ScheduleError:
@@ -200,7 +204,52 @@ def apply_schedule(sch: Schedule, function: ScheduleFunction) -> Schedule:
     except Exception as error:
         what = f"the schedule raised {type(error).__name__}: {error}"
         raise ScheduleError(Problem(what, source=_raised_at(error, function))) from error
+    _refuse_changes(before, _state_of(sch.mod), _place(function))
     return sch
+
+
+# Of a module's attribute, or of its config's: path and name -> what it is, and what is in it.
+type _State = dict[tuple[str, str], tuple[object, ...]]
+
+
+def _state_of(model: nn.Module) -> _State:
+    """Returns what the modules of a model and their configs hold, by identity."""
+    holders: list[tuple[str, object]] = list(model.named_modules())
+    state: _State = {}
+    met: set[int] = set()
+    for path, holder in holders:  # configs are added on the way
+        if id(holder) in met:
+            continue
+        met.add(id(holder))
+        state[path, "__class__"] = (type(holder),)
+        for name, value in vars(holder).items():
+            if hasattr(type(value), "to_dict"):
+                holders.append((f"{path}.{name}".strip("."), value))
+            inside = [*value, *value.values()] if isinstance(value, dict) else []
+            inside = list(value) if isinstance(value, list | tuple | set) else inside
+            trained = [one.requires_grad for one in inside if hasattr(one, "requires_grad")]
+            state[path, name] = (value, *inside, *trained)
+    return state
+
+
+def _refuse_changes(before: _State, after: _State, source: str) -> None:
+    """Raises ScheduleError where a schedule has changed the model itself, and not said what is to be changed."""
+    none: tuple[object, ...] = ()
+    changed = [
+        key
+        for key in {**before, **after}
+        if len(old := before.get(key, none)) != len(new := after.get(key, none))
+        or any(a is not b for a, b in zip(old, new, strict=True))
+    ]
+    if changed:
+        names = [
+            path or "the model" if name.startswith("_") else f"{path}.{name}".strip(".") for path, name in changed
+        ]
+        what = f"the schedule changes the model itself, and no call says so: {some_of(list(dict.fromkeys(names)))}"
+        remedy = (
+            "a primitive (replace, hook, annotate, one of your own), or another model: its config.json, its code"
+        )
+        raise ScheduleError(Problem(what, changed[0][0], source, remedy))
 
 
 def _from_file(path: Path, chosen: str) -> ScheduleFunction:
