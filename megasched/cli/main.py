@@ -35,7 +35,7 @@ from megasched.reading.files import printable
 
 # Set to 1, the traceback of an error is printed too; entry.py reads it for the runs of scripts.
 TRACEBACK = "MEGASCHED_TRACEBACK"
-OVERRIDE = "--hf-override"
+SEVERAL = ("--hf-override", "--schedule-option")  # take values until the next option
 
 app = typer.Typer(
     add_completion=False,
@@ -90,11 +90,14 @@ def print_anything() -> None:
 def _one_value_an_option(arguments: list[str]) -> list[str]:
     """Returns ``--hf-override a=1 b=2``, as Megatron's parser takes it, with the option before each value."""
     found: list[str] = []
-    inside = False
+    option = ""  # whose values these are
     for argument in arguments:
-        inside = argument == OVERRIDE or (inside and "=" in argument and not argument.startswith("-"))
-        if inside and argument != OVERRIDE and found[-1] != OVERRIDE:
-            found.append(OVERRIDE)
+        if argument in SEVERAL:
+            option = argument
+        elif "=" not in argument or argument.startswith("-"):
+            option = ""
+        elif option and found[-1] != option:
+            found.append(option)
         found.append(argument)
     return found
 

@@ -21,6 +21,10 @@ ModelSchedule = Annotated[
         help="As for a run: `auto`, a schedule file, FILE:name, or the name of a registered schedule.",
     ),
 ]
+ScheduleOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE ...", help="As for a run: options of the schedule, as in FILE:KEY=VALUE."),
+]
 Tp = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="TP ranks.")]
 Sp = Annotated[bool, typer.Option("--sp", "--sequence-parallel", help="Sequence parallelism.")]
 Pp = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Pipeline ranks.")]
@@ -65,12 +69,13 @@ def check_named(
         written: files to write, None for one that is not, by option.
 
     Raises:
-        ConfigError, ScheduleError: no such file or folder, a schedule or an adapter that is no Python, or a file
-            that can't be written.
+        ConfigError, ScheduleError: no such file, folder or name, a schedule or an adapter that is no Python, or a
+            file that can't be written.
     """
-    for flag, name in (("--model-schedule", schedule), ("--diff", diff)):
-        if name is not None:
-            check_schedule(name, flag)
+    if schedule is not None:
+        check_schedule(schedule)
+    if diff is not None:
+        check_schedule(diff, "--diff", "; or flags of a layout, e.g. --diff ' --tp 4 --sp'")
     for option, path in written.items():
         check_writable(f"--{option.replace('_', '-')}", path)
     check_hf_model(hf_model)

@@ -70,11 +70,15 @@ def find_schedule(name: str) -> ScheduleFunction:
     return _with_options(function, head, options) if options else function
 
 
-def check_schedule(name: str, flag: str = "--model-schedule") -> None:
+def check_schedule(name: str, flag: str = "--model-schedule", instead: str = "") -> None:
     """Checks that a schedule's file is there and is Python, and runs nothing of it.
 
+    Args:
+        flag: what names it.
+        instead: what else that takes; a name without a file is looked up then, which imports those who register.
+
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or no such name.
         ScheduleError: it has a syntax error; names the line.
     """
     file, rest = split_file(name)
@@ -84,6 +88,8 @@ def check_schedule(name: str, flag: str = "--model-schedule") -> None:
         if not os.path.lexists(file):
             raise ConfigError(f"{flag} {name}: no such file")
         _compile(file)
+    elif instead and rest != AUTO:
+        _find(_parts(name)[1], flag, instead)
 
 
 def _compile(path: Path) -> CodeType:
@@ -175,7 +181,7 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--schedule-option {key}={text:.60}: {error}") from error
 
 
-def _find(name: str) -> ScheduleFunction:
+def _find(name: str, flag: str = "--model-schedule", instead: str = "") -> ScheduleFunction:
     if name == AUTO:  # whatever other packages have registered, or can't load
         point = next(point for point in entry_points(group=GROUP) if point.name == AUTO)
         return cast(ScheduleFunction, point.load())
@@ -183,8 +189,8 @@ def _find(name: str) -> ScheduleFunction:
     if found is None:
         known = ", ".join(sorted(_registered().keys() - {AUTO})) or "none"
         raise ConfigError(
-            f"--model-schedule {name}: no such file (a schedule file ends in .py), and no schedule is "
-            f"registered under this name; registered: {known}; or `auto`"
+            f"{flag} {name or repr(name)}: no such file (a schedule file ends in .py), and no schedule is "
+            f"registered under this name; registered: {known}; or `auto`{instead}"
         )
     return found
 

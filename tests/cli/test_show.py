@@ -76,6 +76,22 @@ def test_an_override_before_the_schedule(run, schedule, llama):
     assert json.loads(out)["stages"][0]["stop"] == 2
 
 
+@pytest.mark.parametrize(
+    "command", [["show"], ["explain"], ["plan", "--gpus", "2", "--seq-length", "8", "--global-batch-size", "2"]]
+)
+def test_options_of_a_schedule_are_given_as_to_a_run(run, llama, tmp_path, command):
+    (tmp_path / "two.py").write_text(
+        """
+def schedule(sch, layout, first=0, last=0):
+    raise ValueError(f"{first} and {last}")
+"""
+    )
+    options = ["--schedule-option", "first=3", "last=5", "--model-schedule", tmp_path / "two.py:first=1"]
+    status, _, err = run(*command, *options, "--hf-model", llama)
+    assert status == 1
+    assert "the schedule raised ValueError: 3 and 5" in err
+
+
 def test_show_prints_a_folded_tree_of_100_columns(run, schedule, llama, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     status, out, _ = run("show", "--model-schedule", schedule, "--hf-model", llama, "--tp", 2)
@@ -255,6 +271,9 @@ def test_the_traceback_is_there_when_asked_for(run, llama, monkeypatch):
         (["--html", "."], "--html .: it is a folder; the name of a file is due"),
         (["--gpu", "h100-80gb", "--predicted-trace", "absent/step"], "--predicted-trace absent/step: there is no"),
         (["--diff", "absent.py"], "--diff absent.py: no such file"),
+        (["--diff", "tp 4"], "or flags of a layout, e.g. --diff ' --tp 4 --sp'"),
+        (["--diff", ""], "--diff '': no such file"),
+        (["--schedule-option", "a=1", "b=2"], "the schedule has no option a, b"),
         (
             ["--html", "absent/page.html"],
             "--html absent/page.html: there is no folder absent that can be written to",
