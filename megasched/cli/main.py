@@ -20,7 +20,7 @@ import typer
 from megasched import __version__
 from megasched.cli.check.commands import archs, new_adapter, verify
 from megasched.cli.launch import launch
-from megasched.cli.options import Json
+from megasched.cli.options import Json, with_schedule_options
 from megasched.cli.output import print_found
 from megasched.cli.search.commands import plan, tune
 from megasched.cli.show.commands import explain, primitives, show
@@ -121,12 +121,12 @@ def _commands(
 
 
 app.command()(primitives)
-app.command()(show)
-app.command()(explain)
-app.command()(verify)
+app.command()(with_schedule_options(show))
+app.command()(with_schedule_options(explain))
+app.command()(with_schedule_options(verify))
 app.command("new-adapter")(new_adapter)
 app.command()(archs)
-app.command()(plan)
+app.command()(with_schedule_options(plan))
 app.command(epilog="The study is kept in --dir: stopped by Ctrl-C, the same command goes on.")(tune)
 app.command()(tokenize)
 app.command("import")(import_)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from megasched.files import check_writable
 from megasched.language.parallel_dims import ParallelDims
-from megasched.language.schedule_file import check_schedule
+from megasched.language.schedule_file import add_options, check_schedule
 from megasched.model_adapters.adapter_file import compile_adapter
 from megasched.reading.hf_source import check_hf_model
 
@@ -52,6 +55,23 @@ Objective = Annotated[
     str | None, typer.Option(metavar="NAME", help="What it is trained to do, if not causal_lm; as for a run.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+
+
+def with_schedule_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that takes ``--schedule-option`` beside its ``--model-schedule``, and joins them."""
+
+    @wraps(command)
+    def joined(schedule_option: list[str] | None = None, **given: Any) -> None:
+        command(**given | {"schedule": add_options(given["schedule"], schedule_option or ())})
+
+    signature = inspect.signature(command, eval_str=True)
+    parameters = list(signature.parameters.values())
+    after = 1 + list(signature.parameters).index("schedule")
+    option = inspect.Parameter("schedule_option", parameters[0].kind, default=None, annotation=ScheduleOption)
+    parameters.insert(after, option)
+    joined.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    joined.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return joined
 
 
 def check_named(

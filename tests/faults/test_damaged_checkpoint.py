@@ -142,6 +142,22 @@ def test_every_name_that_does_not_fit_is_listed(good, refused, tmp_path):
     )
 
 
+def test_adapters_without_their_schedule_are_named_as_such(good, session, tmp_path):
+    """A list of tensors alone does not say that the schedule with LoRA is missing."""
+
+    def adapted(tensors):
+        norm = tensors["model.norm.weight"]
+        return tensors | {f"model.layers.0.self_attn.q_proj.lora_{one}.weight": norm for one in "AB"}
+
+    with pytest.raises(CheckpointError) as caught:
+        check(rewritten(good, tmp_path / "adapted", adapted), session, starts_anew=False)
+    assert "unexpected (2):\n    model.layers.0.self_attn.q_proj.lora_A.weight" in str(caught.value)
+    assert str(caught.value).endswith(
+        "remedy: it has 1 LoRA adapters, and this schedule makes none: give the --model-schedule that it was "
+        "trained with; or merge them, by `megasched export`"
+    )
+
+
 def test_another_shape_is_listed(good, refused, tmp_path):
     def change(tensors):
         return tensors | {NAME: Narrowed(tensors[NAME], 0, 0, 40)}

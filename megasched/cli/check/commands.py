@@ -19,7 +19,6 @@ from megasched.cli.options import (
     ModelSchedule,
     Objective,
     Pp,
-    ScheduleOption,
     Sp,
     Tp,
     TrustRemoteCode,
@@ -32,7 +31,6 @@ from megasched.definition.objectives import find_objective
 from megasched.errors import ConfigError
 from megasched.imports import command_imports
 from megasched.json_output import json_only, print_json
-from megasched.language.schedule_file import add_options
 
 IN_BF16 = (
     "--certificate with --bf16: that compares fewer numbers, and those of one step. One that is made without "
@@ -43,7 +41,6 @@ IN_BF16 = (
 def verify(
     hf_model: Annotated[str, typer.Option(metavar="DIR", help="The Hugging Face model.")],
     schedule: ModelSchedule = "auto",
-    schedule_option: ScheduleOption = None,
     tp: Tp = 1,
     sp: Sp = False,
     pp: Pp = 1,
@@ -69,7 +66,6 @@ def verify(
     of the model with random weights: loss, logits, hidden states, every gradient, the gradient norm and the
     weights are compared with plain Hugging Face in one process. The exit status is 0 when all are equal.
     """
-    schedule = add_options(schedule, schedule_option or ())
     check_named(hf_model, schedule, adapter=adapter, certificate=certificate)
     if bf16 and certificate is not None:
         raise ConfigError(IN_BF16)

@@ -8,19 +8,9 @@ from typing import Annotated
 
 import typer
 
-from megasched.cli.options import (
-    Adapter,
-    HfModel,
-    HfOverride,
-    Json,
-    ModelSchedule,
-    ScheduleOption,
-    TrustRemoteCode,
-    check_named,
-)
+from megasched.cli.options import Adapter, HfModel, HfOverride, Json, ModelSchedule, TrustRemoteCode, check_named
 from megasched.errors import ConfigError
 from megasched.imports import command_imports, quiet_imports
-from megasched.language.schedule_file import add_options
 from megasched.planner.hardware.hardware import load_hardware
 
 
@@ -50,7 +40,6 @@ def plan(
         str, typer.Option(metavar="TYPE", is_eager=True, help="A known type, or a TOML file.")
     ] = "h100-80gb",
     schedule: ModelSchedule = "auto",
-    schedule_option: ScheduleOption = None,
     max_cp: Annotated[int, typer.Option(min=1, help="The most ranks that may share a sequence.")] = 1,
     fp8_recipe: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="8-bit training: delayed, tensorwise, blockwise, mxfp8.")
@@ -80,7 +69,6 @@ def plan(
     Exit status 1 if none fits.
     """
     load_hardware(gpu)
-    schedule = add_options(schedule, schedule_option or ())
     check_named(hf_model, schedule, adapter=adapter, html=html)
     with command_imports():
         from megasched.cli.search.plan import plan_command

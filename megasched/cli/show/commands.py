@@ -19,7 +19,6 @@ from megasched.cli.options import (
     ModelSchedule,
     Objective,
     Pp,
-    ScheduleOption,
     Sp,
     Tp,
     TrustRemoteCode,
@@ -48,7 +47,6 @@ from megasched.cli.show.primitives import (
 )
 from megasched.imports import command_imports
 from megasched.json_output import json_only, print_json
-from megasched.language.schedule_file import add_options
 
 SeqLength = Annotated[
     int | None,
@@ -106,7 +104,6 @@ def primitives(
 def show(
     hf_model: HfModel,
     schedule: ModelSchedule = "auto",
-    schedule_option: ScheduleOption = None,
     tp: Tp = 1,
     sp: Sp = False,
     pp: Pp = 1,
@@ -148,7 +145,6 @@ def show(
         *(use_distributed_optimizer, grad_reduce_in_bf16, tp_comm_overlap),
         *(recompute_granularity, recompute_method, recompute_num_layers),
     )
-    schedule = add_options(schedule, schedule_option or ())
     against = None if diff is None else (diff, given)
     if diff is not None and names_layout(diff):
         against = (schedule, parse_layout(diff))
@@ -191,7 +187,6 @@ def _refuse_mixed(
 def explain(
     hf_model: HfModel,
     schedule: ModelSchedule = "auto",
-    schedule_option: ScheduleOption = None,
     parameter: Annotated[
         str, typer.Option(metavar="GLOB", help="Explain these alone, e.g. `model.layers.0.**`; `**` is all.")
     ] = "**",
@@ -216,7 +211,6 @@ def explain(
 
     No GPU, no process group and no weights are needed.
     """
-    schedule = add_options(schedule, schedule_option or ())
     check_named(hf_model, schedule, adapter=adapter)
     layout = layout_of(tp, sp, pp, cp, ep)
     with command_imports():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,17 @@ class Checked:
     heads: int | None
 
 
+def _of_adapters(wanted: Collection[str], stored: Collection[str]) -> list[str]:
+    """Returns what would be right where the adapters of LoRA are in the checkpoint or the model alone."""
+    ours, theirs = ([name for name in names if ADAPTER.search(name)] for names in (wanted, stored))
+    if theirs and not ours:
+        what = f"  remedy: it has {len(theirs) // 2} LoRA adapters, and this schedule makes none: give the "
+        return [f"{what}--model-schedule that it was trained with; or merge them, by `megasched export`"]
+    if ours and not theirs:
+        return ["  remedy: it has no LoRA adapters: --finetune begins anew, with the ones of this schedule"]
+    return []
+
+
 def check(load: Path, session: Session, *, starts_anew: bool, states_in: Any = None) -> Checked:
     """Checks a checkpoint by its metadata alone.
 
@@ -290,7 +301,7 @@ def check(load: Path, session: Session, *, starts_anew: bool, states_in: Any = N
         lines = [f"the checkpoint {folder} does not fit the model"]
         for title, names in wrong.items():
             lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in sorted(names))] if names else []
-        raise CheckpointError("\n".join(lines))
+        raise CheckpointError("\n".join([*lines, *_of_adapters(wanted.keys(), stored.keys())]))
     if states_in is not None and not anew:
         _refuse_states(folder, args, states_in)
     compare_config = tell_of_another_config if anew else refuse_another_config

@@ -24,6 +24,7 @@ NEAREST, ALIKE = 3, 0.8
 # Megatron's function that compares flags with each other; of most rules the text is the code alone.
 _JUDGE = "validate_args"
 _READ = re.compile(r"\bargs\.(\w+)")
+_ABSENT = re.compile(r"assert args\.\w+ is not None(, .*)?")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -94,9 +95,15 @@ def broken_rule(error: Exception) -> str:
             f"Megatron refuses {', '.join(flags) or 'these flags'}{f': {error}' if str(error) else ''}",
             f"rule: {last.filename}:{last.lineno}",
             *(f"    {line}" for line in code if not str(error)),
-            *(["remedy: change one of them"] if flags else []),
+            *([f"remedy: {_remedy(code)}"] if flags else []),
         ]
     )
+
+
+def _remedy(code: list[str]) -> str:
+    """Returns what would be right: the flag whose absence the rule's own statement is about, or another value."""
+    missing = _flags(code[-1:]) if _ABSENT.fullmatch(code[-1].strip()) else []
+    return f"give {missing[0]}, too" if missing else "change one of them"
 
 
 def _rule(file: str, first: int, last: int) -> list[str]:

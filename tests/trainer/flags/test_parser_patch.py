@@ -158,3 +158,12 @@ def test_a_rule_of_megatrons_is_told_by_its_code(monkeypatch: pytest.MonkeyPatch
         "            assert not args.bf16\n"
         "    remedy: change one of them"
     )
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_rule_about_a_flag_that_is_absent_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --max-position-embeddings 40 --vocab-size 9"
+    with pytest.raises(ConfigError) as caught:
+        parse(monkeypatch, *sizes.split(), *RUN.split(), "--save", "x")
+    assert str(caught.value).startswith("Megatron refuses --save, --save-interval\n")
+    assert str(caught.value).endswith("\n    remedy: give --save-interval, too")
