@@ -1,6 +1,7 @@
 """The example schedules: each plans without a problem on the family it is for, and does what it says."""
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -148,3 +149,12 @@ def test_the_resnet_on_four_ranks_trains_as_in_one_process():
         wanted.append(loss.item())
     losses = [float(line.rpartition(" ")[2]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert losses == pytest.approx(wanted, rel=1e-3)  # float32 drifts by itself
+
+
+@pytest.mark.parametrize("name", ["sft", "families"])
+def test_a_folder_that_cannot_be_written_is_one_line(name, tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, EXAMPLES / name / "make.py", tmp_path / "file" / "folder"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}/file\S*: Not a directory\n", done.stderr)

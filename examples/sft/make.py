@@ -120,4 +120,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except OSError as error:  # a folder that can't be written
+        sys.exit(f"{error.filename or 'the folder'}: {error.strerror}")

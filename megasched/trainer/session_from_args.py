@@ -30,7 +30,7 @@ from megasched.trainer.evidence.compatibility import (
 )
 from megasched.trainer.flags.arguments import layout_from_args, on_cluster
 from megasched.trainer.flags.honoured_flags import MLA_UP_PROJ
-from megasched.trainer.flags.sft import default_sft_args
+from megasched.trainer.flags.sft import default_sft_args, refuse_splits
 from megasched.trainer.flags.te import configure_attention_backend, default_args_without_te
 from megasched.trainer.losses.definition_loss import loss_lines, refuse_loss_of_batches, refuse_per_token
 from megasched.trainer.session import Session, open_session, refuse_changes_of_evaluation
@@ -57,6 +57,7 @@ def begin_session(args: Namespace, given: Container[str]) -> None:
         ConfigError, ScheduleError: whatever can't be used as given.
     """
     _refuse_missing(args)
+    refuse_splits(args)
     schedule = add_options(args.model_schedule, args.schedule_option or ())
     session = open_session(
         schedule,

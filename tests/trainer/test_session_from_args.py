@@ -51,6 +51,7 @@ def arguments(folder, schedule="auto", **changes):
         "tp_comm_overlap": False,
         **NOTHING_ASKED,
         "sft": False,
+        **dict.fromkeys(("split", "train_data_path", "valid_data_path", "test_data_path")),
         "bf16": False,
         "fp16": False,
         "optimizer_cpu_offload": False,

@@ -6,6 +6,7 @@ import argparse
 from importlib.util import find_spec
 from itertools import islice
 
+from megasched.errors import ConfigError
 from megasched.reading.files import Expected, open_regular
 from megasched.reading.json_file import parse_json
 
@@ -76,6 +77,27 @@ def sft_conflicts(args: argparse.Namespace) -> list[str]:
     else:
         lines += _format_conflicts(args.tokenizer_model, args.sft_tokenizer_prompt_format)
     return lines
+
+
+def refuse_splits(args: argparse.Namespace) -> None:
+    """Refuses files of data sets that Megatron ends at, with words that name no flag.
+
+    Raises:
+        ConfigError: there is a file for each split, and a split of one file; or a file of conversations of which
+            the run takes none (``training/datasets/data_samplers.py:142``).
+    """
+    files = {f"--{split}-data-path": getattr(args, f"{split}_data_path") for split in ("train", "valid", "test")}
+    given = [flag for flag, file in files.items() if file]
+    if given and args.split is not None:
+        raise ConfigError(
+            f"--split {args.split} is of --data-path: leave it out, as there is {' and '.join(given)}"
+        )
+    unread = [flag for flag in given if flag != "--train-data-path"]
+    if args.sft and unread and not args.eval_iters and not args.full_validation:
+        what = "a file of conversations of which the run takes none ends it"
+        raise ConfigError(
+            f"{' and '.join(unread)} with --eval-iters 0: {what}; leave it out, or give --eval-iters 1"
+        )
 
 
 def default_sft_args(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megasched.errors import ConfigError
 from megasched.trainer.entry import check_data_paths
 from megasched.trainer.flags import sft
-from megasched.trainer.flags.sft import sft_conflicts, unlearned_end
+from megasched.trainer.flags.sft import refuse_splits, sft_conflicts, unlearned_end
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "sft" / "make.py"))
 
@@ -139,3 +139,42 @@ def test_the_package_that_reads_the_data(folder, monkeypatch):
     monkeypatch.setattr(sft, "find_spec", lambda name: None)
     (line,) = misfits(folder)
     assert "pip install 'megasched[sft]'" in line
+
+
+def _splits(**changes):
+    none = dict.fromkeys(("split", "train_data_path", "valid_data_path", "test_data_path"))
+    return Namespace(**{**none, "sft": True, "eval_iters": 0, "full_validation": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"train_data_path": ["a"], "split": "90,10,0", "sft": False},
+            "--split 90,10,0 is of --data-path: leave it out, as there is --train-data-path",
+        ),
+        (
+            {"train_data_path": ["a"], "valid_data_path": ["b"], "test_data_path": ["c"]},
+            "--valid-data-path and --test-data-path with --eval-iters 0: a file of conversations of which the run "
+            "takes none ends it; leave it out, or give --eval-iters 1",
+        ),
+    ],
+)
+def test_files_that_megatron_ends_at_are_refused_by_their_flags(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        refuse_splits(_splits(**changes))
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train_data_path": ["a"]},
+        {"train_data_path": ["a"], "valid_data_path": ["b"], "eval_iters": 1},
+        {"train_data_path": ["a"], "valid_data_path": ["b"], "full_validation": True},
+        {"train_data_path": ["a"], "valid_data_path": ["b"], "sft": False},
+        {"split": "90,10,0"},
+    ],
+)
+def test_files_that_megatron_reads_are_taken(changes):
+    refuse_splits(_splits(**changes))
