@@ -198,6 +198,14 @@ def test_a_rank_that_dies_is_told_and_the_pool_works_again(ranks):
     assert ranks.run(2, groups, 2) == [(True, 2, 1, 3.0), (True, 2, 1, 3.0)]
 
 
+def test_ctrl_c_is_for_the_process_that_has_the_pool(ranks):
+    """A terminal sends it to all; ranks that ended by it printed tracebacks, and the command failed by that."""
+    pids = ranks.run(2, os.getpid)
+    for pid in {*pids, *(psutil.Process(pid).ppid() for pid in pids)}:
+        os.kill(pid, signal.SIGINT)
+    assert ranks.run(2, os.getpid) == pids
+
+
 def test_a_rank_that_died_between_two_cases_is_told_and_the_pool_works_again(ranks):
     (pid,) = ranks.run(1, os.getpid)
     os.kill(pid, signal.SIGKILL)

@@ -251,6 +251,7 @@ def main() -> None:
     Argument: file descriptor of the connection to the pool. It has one thread, so that forking is safe.
     """
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the pool's process ends these, in silence
     control = Connection(int(sys.argv[1]))
     with collector_paused():
         prepare()
