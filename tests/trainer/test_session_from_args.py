@@ -64,6 +64,7 @@ def arguments(folder, schedule="auto", **changes):
         "eval_micro_batch_size": None,
         "make_vocab_size_divisible_by": 4,
         "num_layers": 4,
+        "moe_layer_freq": 1,
         "world_size": 4,
         "tensor_model_parallel_size": 1,
         "sequence_parallel": False,
