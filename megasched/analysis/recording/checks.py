@@ -98,7 +98,7 @@ class _Questions(ScalarAnswers):
         self.model, self.inputs = meta_copy(model), inputs
         self.checks, self.usual = checks, usual
         self.asked: list[_Question] = []
-        self.running: list[nn.Module] = []
+        self.running = [self.model]  # before its own call, too, in hooks that were there first
 
     def passes(self) -> bool:
         question = _Question(running_lines(), state_of(self.running[-1]))

@@ -155,3 +155,14 @@ def test_it_is_a_check_in_every_module_or_none(strict):
     inputs = {"input": torch.empty(1, 2, 4, device="meta")}
     assert pass_checks(model, inputs) is all(strict)
     assert bool(PASSED) is all(strict)
+
+
+def test_a_hook_of_the_whole_model_checks_before_it_runs():
+    def check(module, args, kwargs):
+        if not is_below(kwargs["x"]):
+            raise ValueError("beyond")
+
+    model = By(lambda x: x + 1)
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    assert pass_checks(model, example())
+    assert len(PASSED) == 1
