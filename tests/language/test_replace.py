@@ -31,8 +31,10 @@ def test_renamed_and_an_instance(model):
 
 
 def test_made_by_functions_of_the_old_ones(model):
+    """What is made of trained and frozen ones is trained."""
     want = model(X)
     model[0].mlp.requires_grad_(False)
+    model[1].mlp.up.requires_grad_(False)
     built(model, lambda sch: sch["*.mlp"].replace(lambda old: Fused(), weights=FUSED))
     assert torch.allclose(model(X), want, rtol=1e-6)
     assert [p.requires_grad for p in model[0].mlp.parameters()] == [False, False]
@@ -47,17 +49,22 @@ def test_a_wrapper_holds_the_old_parameters_already(model):
             super().__init__()
             self.inner = inner
             self.delta = nn.Parameter(torch.zeros(8, 16))
+            self.scale = nn.Parameter(torch.zeros(16), requires_grad=False)
 
         def forward(self, x):
-            return self.inner(x) + x @ self.delta
+            return self.inner(x) + x @ self.delta * self.scale
 
     calls = []
     up = model[0].mlp.up
     up.register_forward_hook(lambda module, args, output: calls.append(module))
-    weights = {"delta": lambda old: torch.ones(8, 16)}
+    ones = torch.ones(8, 16)
+    weights = {"delta": lambda old: ones, "scale": lambda old: ones[0]}
     built(model, lambda sch: sch["0.mlp.up"].replace(Adapter, weights=weights))
     assert model[0].mlp.up.inner is up
     assert model[0].mlp.up.delta.requires_grad
+    assert not model[0].mlp.up.scale.requires_grad
+    model[0].mlp.up.delta.data.zero_()
+    assert ones.all()  # the function's own
     model(X)
     assert calls == [up]
 

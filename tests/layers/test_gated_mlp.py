@@ -101,6 +101,40 @@ def test_code_of_others_stays_and_what_no_kernel_computes(kind, changes):
     assert product.done == 0
 
 
+class Scaled(nn.Module):
+    """An activation that goes by a buffer."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return self.scale * F.silu(x)
+
+
+class ScaledMLP(LlamaMLP):
+    """Goes by a buffer of its own."""
+
+    def forward(self, x):
+        return self.down_proj(self.scale * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_each_of_those_that_go_by_buffers_is_tried(monkeypatch, own):
+    """Other instances of the class have other values in them."""
+    monkeypatch.setattr(ScaledMLP.forward, "__module__", LlamaMLP.__module__)
+    taken = []
+    for scale in torch.tensor([1.0, 2.0], dtype=torch.float64):
+        mlp, _ = _mlp(ScaledMLP if own else LlamaMLP)
+        mlp.config = None  # so that nothing else tells them apart
+        if own:
+            mlp.register_buffer("scale", scale)
+        else:
+            mlp.act_fn = Scaled(scale)
+        taken.append(_fused(mlp))
+    assert taken == [{"mlp"}, set()]
+
+
 @pytest.mark.parametrize("hooked", ["gate_proj", "up_proj", "act_fn"])
 def test_a_hook_on_what_is_passed_by_is_called(hooked):
     mlp, product = _mlp(LlamaMLP)

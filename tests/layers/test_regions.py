@@ -6,7 +6,7 @@ from torch import nn
 
 from megasched import ParallelDims
 from megasched.analysis.tp.sliced_args import ArgRef, ArgSlice
-from megasched.layers.regions import slice_args, slices_of
+from megasched.layers.regions import slice_args, slices_of, sum_gradient
 from megasched.plan.plan import Plan
 from megasched.plan.record_checks import check_sliced_args
 
@@ -49,3 +49,17 @@ def test_heads_that_tp_does_not_divide_are_a_problem():
         "TP 3 does not divide the 4 heads or features of argument 'alibi'",
     )
     assert slices_of(plan, "other") == {1: ArgSlice(0, 6)}
+
+
+@pytest.mark.parametrize(("scale", "wanted"), [(None, 6.0), (0.5, 3.0)])
+def test_a_gradient_is_summed_once_and_what_came_is_left_alone(monkeypatch, scale, wanted):
+    """The same tensor may be another's gradient as well; a module's second call asks again."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.mul_(2))
+    parameter, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    for _ in range(2):
+        sum_gradient(parameter, Group(0, 2), scale)
+        sum_gradient(frozen, Group(0, 2), scale)
+    gradient = torch.full((2,), 3.0)
+    parameter.backward(gradient)
+    assert parameter.grad.tolist() == [wanted, wanted]
+    assert gradient.tolist() == [3.0, 3.0]

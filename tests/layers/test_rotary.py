@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from megatron.core import jit
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -64,6 +65,23 @@ def as_kernels(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     yield
     rotary.by_one_kernel.cache_clear()
+
+
+def test_a_gpu_compiles_where_the_trainer_does_and_nothing_forbids_it(monkeypatch):
+    """``--disable-jit-fuser`` leaves Megatron another fuser."""
+    gpu, config = torch.device("cuda"), torch._dynamo.config
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(jit, "jit_fuser", torch.compile)
+    with config.patch(disable=False):
+        assert kernels.compiles(gpu)
+        assert not kernels.compiles(torch.device("cpu"))
+        with config.patch(disable=True):
+            assert not kernels.compiles(gpu)
+        with monkeypatch.context() as patched:
+            patched.setenv("TORCHDYNAMO_DISABLE", "1")
+            assert not kernels.compiles(gpu)
+        monkeypatch.setattr(jit, "jit_fuser", lambda function: function)
+        assert not kernels.compiles(gpu)
 
 
 def _laid_out(function, scaled=1.0):

@@ -60,6 +60,7 @@ def test_in_8_bits_it_is_megatrons_linears_that_run_so(tmp_path):
     assert sorted(plan.attentions) == ATTENTIONS
     assert plan.te_linears
     assert not any("self_attn" in path for path in plan.te_linears)
+    assert "model.layers.0.self_attn.o_proj.weight" in plan.weights_in_8_bits
 
 
 def test_soft_caps_are_not_megatrons(tmp_path):

@@ -66,9 +66,12 @@ def test_auto_says_for_what_it_takes_megatrons_layers(tmp_path, family, layout, 
 
 @pytest.mark.parametrize("around", ["model.layers.*.mlp", "model.layers.1.mlp"])
 def test_a_mixture_is_taken_alone_in_layers_that_are_to_stay(tmp_path, around):
-    plan = plan_of(tmp_path, ParallelDims(), calls(tmp_path, ("model.layers", "fused"), (around, "block")))
+    layout = ParallelDims(fp8=TENSORWISE)
+    plan = plan_of(tmp_path, layout, calls(tmp_path, ("model.layers", "fused"), (around, "block")))
     assert not plan.blocks
     assert len(plan.mixtures) == (1 if "1" in around else 4)
+    in_8_bits = {name.rpartition(".experts")[0] for name in plan.weights_in_8_bits if ".experts" in name}
+    assert in_8_bits == plan.mixtures
 
 
 @pytest.mark.parametrize("path", ["model.layers.1.self_attn.q_proj", "model.norm", "lm_head"])

@@ -37,6 +37,7 @@ def test_of_a_layer_that_may_be_megatrons_the_mlp_is_taken_where_it_can_not(tmp_
     assert len(plan.blocks) == 3
     assert list(plan.mlps) == ["model.layers.1.mlp"]
     assert not any(".mlp." in path for path in plan.te_linears)
+    assert "model.layers.1.mlp.down_proj.weight" in plan.weights_in_8_bits
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 from megasched.errors import CheckpointError
 from megasched.weights.lazy import whole
 from megasched.weights.torch_dist.reader import TorchDist, checkpoint_folder
+from megasched.weights.torch_dist.unpickling import Unpickler
 from megasched.weights.torch_dist.writer import TorchDistWriter
 from tests.weights.test_traced_functions import InMemory
 
@@ -85,6 +87,17 @@ def test_what_was_written_is_read(written):
     assert TorchDist(written).common == {"iteration": 7}
 
 
+def test_a_chunk_is_written_without_the_rest_of_its_tensor(tmp_path, monkeypatch):
+    from megasched.weights.torch_dist import writer as torch_dist_writer
+
+    value = torch.zeros(10, 25_000)
+    monkeypatch.setattr(torch_dist_writer, "CHUNK", value.nbytes // 10)
+    writer = TorchDistWriter(tmp_path, lambda count: None)
+    writer.add("matrix", InMemory(value, []), value.dtype)
+    writer.finish({})
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) < 1.1 * value.nbytes
+
+
 def test_torch_reads_what_was_written(written):
     empty = {key: torch.zeros_like(value) for key, value in tensors().items()}
     with warnings.catch_warnings():
@@ -139,6 +152,20 @@ def test_a_metadata_that_names_a_function_runs_nothing(written, monkeypatch):
     with pytest.raises(CheckpointError, match=r"\.metadata: the checkpoint's pickle names posix\.mkdir"):
         TorchDist(written)
     assert not (written / "attacked").exists()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        *("torch load", "torch hub", "torch.serialization load", "torch._utils _import_dotted_name"),
+        *("torch.distributed.checkpoint.filesystem FileSystemWriter", "torch.distributed.checkpoint.metadata os"),
+        *("collections Counter", "argparse FileType", "pathlib Path"),
+    ],
+)
+def test_of_modules_of_a_checkpoint_no_other_name_is_taken(named):
+    module, name = named.split()
+    with pytest.raises(CheckpointError, match=f"the checkpoint's pickle names {module}.{name}"):
+        Unpickler(io.BytesIO(f"c{module}\n{name}\n.".encode())).load()
 
 
 class Backend(Enum):
